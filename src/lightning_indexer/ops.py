@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public operators: check everything, then hand over to the backend."""
+
+import torch
+
+from lightning_indexer import torch_backend as backend
+from lightning_indexer.arguments import (
+    INT32,
+    check_chunks,
+    check_decode,
+    check_ids_out,
+    check_lengths,
+    check_order,
+    check_query,
+    check_rows,
+    check_shard,
+    check_sparse_table,
+    check_spec,
+    check_table,
+)
+from lightning_indexer.cache import IndexCache
+from lightning_indexer.checks import check_int, check_tensor, require
+from lightning_indexer.rows import decode_lengths
+from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.table import SparseTable
+
+
+def score_blocks(
+    q: torch.Tensor,
+    cache: IndexCache | torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: IndexerSpec,
+    query_len: int = 1,
+    max_seq_len: int | None = None,
+    shard: Shard | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Block scores of decode rows, for one shard of the context.
+
+        score[h, row, b] = max over positions p of block b with p < c of dot(q[row, h], k[p])    float32
+        row = r*Q + t,  c = max(0, seq_lens[r] - Q + t + 1),  b < ceil(c / B)
+
+    The bits of a score depend on its query, its keys and `c` alone: not on batch, bounds, shard or thread count. A block
+    with a NaN product among its visible tokens scores NaN.
+
+    Args:
+        q: `[T, H, D]` in the cache's query dtype, `T >= R*Q`, last dim contiguous. Rows past `R*Q` are padding.
+        cache: an `IndexCache`, or a plain `[pages, B, D]` tensor.
+        block_table: `[R, max_blocks]` int32, page of each logical block. Columns at or past `ceil(c / B)` are not
+            read; page ids outside the cache are clamped into it.
+        seq_lens: `[R]` int32, tokens of each request with this step's Q rows.
+        spec: geometry and rules.
+        query_len: Q, rows per request.
+        max_seq_len: bound for `seq_lens`; None takes all that the table can hold.
+        shard: whose blocks to score; None is the whole context.
+        out: `[H, T, L]` float32, `L = ceil(ceil(max_seq_len / B) / world)`; slot `l` is block `l * world + rank`.
+
+    Returns:
+        `out`, of which only slots of visible blocks were written; a new tensor holds -inf elsewhere.
+
+    Raises:
+        ValueError: an argument's shape, dtype, device or stride, or a length above the bound.
+    """
+    shard = check_shard(shard)
+    cache, blocks, seq_lens = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
+    shape = (q.shape[1], q.shape[0], shard.width(blocks))
+    if out is None:
+        out = torch.full(shape, -torch.inf, device=q.device)
+    check_tensor("out", out, shape, (torch.float32,), q.device)
+    backend.score_blocks(q, cache, block_table, seq_lens, spec, query_len, shard, out)
+    return out
+
+
+def select_keys(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: IndexerSpec,
+    query_len: int = 1,
+    shard: Shard | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The first K candidates of a shard, as packed keys (`lightning_indexer.key`) in descending order.
+
+    Args:
+        scores: `[H, T, L]` float32 of the shard, as `score_blocks` lays them out; slots of blocks that a row cannot see
+            are not looked at.
+        seq_lens: `[R]` int32.
+        spec: geometry and rules; forced blocks are forced here, by their logical id.
+        query_len: Q, rows per request.
+        shard: whose blocks these are; None is the whole context.
+        out: `[H, T, K]` int64.
+
+    Returns:
+        `[H, T, K]` int64, 0 where a row has fewer than K blocks in the shard.
+
+    Raises:
+        ValueError: an argument's shape, dtype, device or stride, or a length with more blocks than `scores` has.
+    """
+    shard = check_shard(shard)
+    check_tensor("scores", scores, ("H", "T", "L"), (torch.float32,))
+    check_rows("scores", scores.shape[1], seq_lens, spec, query_len, scores.device)
+    heads, rows, width = scores.shape
+    blocks = width * shard.world + shard.rank  # the most of which the shard owns no more than `width`
+    longest = min(blocks * spec.block_size, torch.iinfo(torch.int32).max)
+    seq_lens = check_lengths(seq_lens, longest, f"scores ({width} slots)")
+    if out is None:
+        out = torch.empty(heads, rows, spec.topk, dtype=torch.int64, device=scores.device)
+    check_tensor("out", out, (heads, rows, spec.topk), (torch.int64,), scores.device)
+    backend.select_keys(scores, seq_lens, spec, query_len, shard, out)
+    return out
+
+
+def merge_keys(
+    keys: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: IndexerSpec,
+    query_len: int = 1,
+    order: str = "score",
+    sparse_table: SparseTable | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The selection from the candidates of all shards.
+
+    Args:
+        keys: `[P, H, T, K]` int64, each rank's `select_keys`, in any order of ranks. A plain `select_keys` result of
+            the whole context is `keys[None]`.
+        seq_lens: `[R]` int32.
+        spec: geometry and rules, the ones that the keys were made with.
+        query_len: Q, rows per request.
+        order: "score" (the total order) or "block" (ascending ids).
+        sparse_table: filled for the selection as well.
+        out: `[H, T, K]` int32.
+
+    Returns:
+        `[H, T, K]` int32 logical block ids, left-packed, -1 padded; all -1 for rows that see nothing.
+
+    Raises:
+        ValueError: an argument's shape, dtype, device or stride.
+    """
+    check_tensor("keys", keys, ("P", "H", "T", check_spec(spec).topk), (torch.int64,))
+    require(keys.shape[0] > 0, "keys", "at least one rank", "none")
+    _, heads, rows, _ = keys.shape
+    check_rows("keys", rows, seq_lens, spec, query_len, keys.device)
+    check_order(order)
+    check_sparse_table(sparse_table, spec, seq_lens, heads, rows, keys.device)
+    out = check_ids_out(out, heads, rows, spec, keys.device)
+    lengths = decode_lengths(seq_lens, query_len, rows)
+    backend.merge_keys(keys, lengths, spec, query_len, order, sparse_table, out)
+    return out
+
+
+def decode(
+    q: torch.Tensor,
+    cache: IndexCache | torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: IndexerSpec,
+    query_len: int = 1,
+    max_seq_len: int | None = None,
+    order: str = "score",
+    sparse_table: SparseTable | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The K blocks that each decode row attends to, per head: `merge_keys` of `select_keys` of `score_blocks`.
+
+        ids[h, row] = first min(K, n) blocks of: init, local, score descending, tie rule;  n = ceil(c / B)
+
+    Args:
+        q, cache, block_table, seq_lens, spec, query_len, max_seq_len: as in `score_blocks`.
+        order, sparse_table: as in `merge_keys`.
+        out: `[H, T, K]` int32; any strides with a contiguous last dim, so a token-major buffer may be passed
+            transposed.
+
+    Returns:
+        `[H, T, K]` int32 logical block ids, left-packed, -1 padded. Rows past `R*Q` and rows with `c = 0` are all -1.
+
+    Raises:
+        ValueError: an argument's shape, dtype, device or stride, or a length above the bound.
+    """
+    cache, _, seq_lens = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
+    check_order(order)
+    rows, heads, _ = q.shape
+    check_sparse_table(sparse_table, spec, seq_lens, heads, rows, q.device)
+    out = check_ids_out(out, heads, rows, spec, q.device)
+    keys = backend.decode_keys(q, cache, block_table, seq_lens, spec, query_len, Shard())
+    lengths = decode_lengths(seq_lens, query_len, rows)
+    backend.merge_keys(keys[None], lengths, spec, query_len, order, sparse_table, out)
+    return out
+
+
+def prefill(
+    q: torch.Tensor,
+    cache: IndexCache | torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: IndexerSpec,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    order: str = "score",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The selection of `decode` for ragged chunks of new tokens behind cached prefixes.
+
+    Row i of request r, `q[cu_seqlens_q[r] + i]`, sees `c = seq_lens[r] - (cu_seqlens_q[r+1] - cu_seqlens_q[r]) + i + 1`
+    tokens. Each row equals a decode row of that length, bit for bit.
+
+    Args:
+        q: `[T, H, D]`, `T >= cu_seqlens_q[R]`.
+        cache, block_table, spec, max_seq_len, order: as in `decode`.
+        cu_seqlens_q: `[R+1]` int32 or int64, first row of each request, then the number of rows; starts at 0.
+        seq_lens: `[R]` int32, cached prefix plus chunk of each request.
+        max_query_len: bound for the chunks; None takes T.
+        out: `[H, T, K]` int32.
+
+    Returns:
+        `[H, T, K]` int32 logical block ids, left-packed, -1 padded; -1 for rows outside every chunk.
+
+    Raises:
+        ValueError: an argument's shape, dtype, device or stride; on the CPU also `cu_seqlens_q` not ascending from 0 to
+            at most T, a chunk longer than its request, or a length above its bound.
+    """
+    cache = check_query(q, cache, spec)
+    rows, heads, _ = q.shape
+    check_tensor("seq_lens", seq_lens, ("R",), INT32, q.device, unit_stride=False)
+    _, seq_lens = check_table(block_table, seq_lens, spec, max_seq_len)
+    bounds = (torch.int32, torch.int64)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (seq_lens.shape[0] + 1,), bounds, q.device, unit_stride=False)
+    if max_query_len is not None:
+        check_int("max_query_len", max_query_len, 0)
+    check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), rows, rows if max_query_len is None else max_query_len)
+    check_order(order)
+    out = check_ids_out(out, heads, rows, spec, q.device)
+    backend.prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec, order, out)
+    return out

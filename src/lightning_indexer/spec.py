@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is indexed and who owns it: the indexer's geometry, block shards, head ownership.
+
+Dimensions, in the whole package:
+
+    R  requests                      H  index heads of the model       N  blocks a row can see
+    Q  query rows per request        h  index heads a rank owns        L  blocks of one rank's shard
+    T  query rows, T >= R*Q          D  index head dim                 P  ranks of the group
+    B  block = page, tokens          K  blocks kept (top-k)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_indexer.checks import check_choice, check_int, require
+from lightning_indexer.rows import Count
+
+HEAD_DIMS = (64, 128)
+BLOCK_SIZES = (64, 128, 256)
+MAX_TOPK = 64
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Geometry and rules of one lightning indexer.
+
+    Args:
+        num_heads: H, index heads in the model (what `ContextParallelIndexer` counts; the operators take it from `q`).
+        head_dim: D, 64 or 128.
+        block_size: B, tokens per block; a block is one cache page. 64, 128 or 256.
+        topk: K, blocks kept per row and head. Any int from 1 to 64.
+        init_blocks: first blocks that are always kept.
+        local_blocks: last visible blocks that are always kept; `init_blocks + local_blocks <= topk`.
+        tie_break: of blocks with equal scores the "lower" or the "higher" block id comes first.
+
+    Raises:
+        ValueError: a value outside these limits.
+    """
+
+    num_heads: int = 4
+    head_dim: int = 128
+    block_size: int = 128
+    topk: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+    tie_break: str = "lower"
+
+    def __post_init__(self) -> None:
+        check_int("num_heads", self.num_heads, 1)
+        require(self.head_dim in HEAD_DIMS, "head_dim", f"one of {HEAD_DIMS}", repr(self.head_dim))
+        require(self.block_size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", repr(self.block_size))
+        check_int("topk", self.topk, 1, MAX_TOPK)
+        check_int("init_blocks", self.init_blocks, 0)
+        check_int("local_blocks", self.local_blocks, 0)
+        forced = self.init_blocks + self.local_blocks
+        require(forced <= self.topk, "init_blocks + local_blocks", f"at most topk ({self.topk})", forced)
+        check_choice("tie_break", self.tie_break, ("lower", "higher"))
+
+    @classmethod
+    def minimax_m3(cls) -> "IndexerSpec":
+        """MiniMax-M3: 4 heads of 128, blocks of 128 tokens, top-16, the newest block forced."""
+        return cls()
+
+    @classmethod
+    def from_config(cls, config: Any) -> "IndexerSpec":
+        """Read a model's config: an object or a mapping, in transformers' or vLLM's spelling.
+
+        transformers writes `index_n_heads`, `index_head_dim`, `index_block_size`, `index_topk_blocks` and
+        `index_local_blocks`; checkpoints and vLLM nest `sparse_num_index_heads`, `sparse_index_dim`,
+        `sparse_block_size`, `sparse_topk_blocks`, `sparse_init_block` and `sparse_local_block` in
+        `sparse_attention_config`. A multimodal config is followed into its `text_config`. Blocks to force default to
+        those of `IndexerSpec`.
+
+        Raises:
+            ValueError: a name is missing, or the score is not the block maximum.
+        """
+        text = _get(config, "text_config")
+        config = config if text is None else text
+        nested = _get(config, "sparse_attention_config")
+        score_type = _first(config, nested, ("sparse_score_type",))
+        require(score_type in (None, "max"), "sparse_score_type", "'max'", repr(score_type))
+        values = {field: _first(config, nested, names) for field, names in _CONFIG_NAMES.items()}
+        for field in ("num_heads", "head_dim", "block_size", "topk"):
+            names = " or ".join(_CONFIG_NAMES[field])
+            require(values[field] is not None, "config", f"a value for {names}", f"none in {type(config).__name__}")
+        return cls(**{field: value for field, value in values.items() if value is not None})
+
+    def owned_heads(self, rank: int, world: int) -> range:
+        """Heads that `rank` of `world` owns: `H/P` neighbouring ones, or with `P > H` one head per `P/H` ranks.
+
+        Raises:
+            ValueError: neither `H % P == 0` nor `P % H == 0`.
+        """
+        check_int("world", world, 1)
+        check_int("rank", rank, 0, world - 1)
+        heads = self.num_heads
+        fits = heads % world == 0 or world % heads == 0
+        require(fits, "world", f"a divisor or a multiple of num_heads ({heads})", world)
+        first = rank * heads // world
+        return range(first, first + max(1, heads // world))
+
+    def replicas(self, world: int) -> int:
+        """Ranks that own the same head: `max(1, P/H)`."""
+        return max(1, world // self.num_heads)
+
+
+_CONFIG_NAMES = {
+    "num_heads": ("index_n_heads", "sparse_num_index_heads"),
+    "head_dim": ("index_head_dim", "sparse_index_dim"),
+    "block_size": ("index_block_size", "sparse_block_size"),
+    "topk": ("index_topk_blocks", "sparse_topk_blocks"),
+    "init_blocks": ("index_init_blocks", "sparse_init_block"),
+    "local_blocks": ("index_local_blocks", "sparse_local_block"),
+}
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def _first(config: Any, nested: Any, names: tuple[str, ...]) -> Any:
+    found = (_get(source, name) for name in names for source in (config, nested) if source is not None)
+    return next((value for value in found if value is not None), None)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The blocks of one rank: `by="block"` gives logical block `b` to rank `b % world`, as its local block `b // world`.
+
+    Every rank of a group holds the whole cache and scores its own blocks; `Shard()` is the whole context.
+
+    Raises:
+        ValueError: `rank` outside `[0, world)`, or another rule.
+    """
+
+    rank: int = 0
+    world: int = 1
+    by: str = "block"
+
+    def __post_init__(self) -> None:
+        check_int("world", self.world, 1)
+        check_int("rank", self.rank, 0, self.world - 1)
+        check_choice("by", self.by, ("block",))
+
+    def width(self, blocks: int) -> int:
+        """L, local slots for a context of up to `blocks` blocks: `ceil(blocks / world)`, the same on every rank."""
+        return -(-blocks // self.world)
+
+    def count(self, visible: Count) -> Count:
+        """How many of the first `visible` logical blocks this rank owns: of an int or elementwise of a tensor."""
+        return (visible - self.rank + self.world - 1) // self.world
+
+    def blocks(self, width: int, device: torch.device | str) -> torch.Tensor:
+        """Logical block ids of the local slots `0 .. width-1`: `local * world + rank`. `[width]` int64."""
+        return torch.arange(width, device=device) * self.world + self.rank

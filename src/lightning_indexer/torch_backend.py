@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators in torch, for any device. Arguments have been checked; lengths are read on the host.
+
+Everything works on tiles of pages: keys of a tile are gathered and widened to float32, multiplied with all query rows of
+one request at once, and reduced to block scores. Memory beside the inputs is bounded by the tile sizes below, whatever
+the context, batch or chunk: no tensor of rows x tokens is ever made.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lightning_indexer.cache import IndexCache
+from lightning_indexer.dots import fixed_dots
+from lightning_indexer.key import MAX_BLOCKS, key_blocks, pack_keys, top_keys
+from lightning_indexer.rows import decode_lengths, prefill_lengths, visible_blocks
+from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.table import SparseTable
+
+TILE_TOKENS = 8192  # of keys widened at once: 4 MiB in float32 at D = 128; 131,072 tokens took 24 ms with 32 to 64 pages
+TILE_PRODUCTS = 1 << 21  # of dot products held at once, 8 MiB
+TILE_SCORES = 1 << 21  # of block scores held at once by prefill, 8 MiB, and as many keys
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query rows that share one request: `q` `[rows, H, D]`, their causal `lengths` `[rows]`, the request's page ids."""
+
+    q: torch.Tensor
+    lengths: torch.Tensor
+    pages: torch.Tensor  # [max_blocks] int32
+    where: slice  # their place among all T rows
+
+
+def decode_requests(q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> Iterator[Rows]:
+    """The rows of each request of a decode step that sees anything."""
+    lengths = decode_lengths(seq_lens, query_len, q.shape[0])
+    for request, length in enumerate(seq_lens.tolist()):
+        if length > 0:
+            where = slice(request * query_len, (request + 1) * query_len)
+            yield Rows(q[where], lengths[where], block_table[request], where)
+
+
+def prefill_tiles(
+    q: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_size: int
+) -> Iterator[Rows]:
+    """The rows of each request's chunk, in tiles whose scores fit `TILE_SCORES`."""
+    bounds = cu_seqlens_q.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        start, count = bounds[request], bounds[request + 1] - bounds[request]
+        blocks = -(-length // block_size)
+        step = max(1, min(TILE_SCORES // max(1, blocks * q.shape[1]), TILE_PRODUCTS // (block_size * q.shape[1])))
+        for first in range(0, count, step):
+            last = min(count, first + step)
+            lengths = prefill_lengths(length - count, first, last, q.device)
+            where = slice(start + first, start + last)
+            yield Rows(q[where], lengths, block_table[request], where)
+
+
+def score_rows(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard, out: torch.Tensor) -> None:
+    """Write the scores of one request's rows over its shard: `out` `[H, rows, L]`, visible slots only."""
+    count, heads, dim = rows.q.shape
+    block = spec.block_size
+    shortest, longest = int(rows.lengths.min()), int(rows.lengths.max())
+    visible = visible_blocks(rows.lengths, block)
+    owned = shard.count(visible_blocks(longest, block))
+    queries = rows.q.reshape(count * heads, dim).float()
+    tile = max(1, min(TILE_TOKENS, TILE_PRODUCTS // queries.shape[0]) // block)
+    for first in range(0, owned, tile):
+        slots = slice(first, min(first + tile, owned))
+        blocks = shard.blocks(owned, rows.q.device)[slots]
+        keys = cache.load_pages(rows.pages[blocks])
+        dots = fixed_dots(keys.view(-1, dim), queries).view(len(blocks), block, count, heads)
+        if (int(blocks[-1]) + 1) * block > shortest:
+            positions = (blocks[:, None] * block + torch.arange(block, device=blocks.device))[..., None]
+            dots = dots.masked_fill((positions >= rows.lengths)[..., None], -torch.inf)
+        scores = dots.amax(dim=1).permute(2, 1, 0)  # [H, rows, tile]; amax keeps NaN
+        seen = blocks < visible[:, None]
+        out[:, :, slots] = torch.where(seen, scores, out[:, :, slots])
+
+
+def row_keys(scores: torch.Tensor, lengths: torch.Tensor, spec: IndexerSpec, shard: Shard) -> torch.Tensor:
+    """First K candidates of scored rows: scores `[H, rows, L]`, lengths `[rows]` to keys `[H, rows, K]` int64."""
+    keys = pack_keys(
+        scores,
+        shard.blocks(scores.shape[-1], scores.device),
+        visible_blocks(lengths, spec.block_size)[:, None],
+        init_blocks=spec.init_blocks,
+        local_blocks=spec.local_blocks,
+        tie_break=spec.tie_break,
+    )
+    return top_keys(keys, spec.topk)
+
+
+def candidates(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard) -> torch.Tensor:
+    """Scores and first K candidates of one request's rows over a shard: `[H, rows, K]` int64."""
+    width = shard.count(visible_blocks(int(rows.lengths.max()), spec.block_size))
+    scores = torch.empty(rows.q.shape[1], rows.q.shape[0], width, device=rows.q.device)
+    score_rows(rows, cache, spec, shard, scores)
+    return row_keys(scores, rows.lengths, spec, shard)
+
+
+def score_blocks(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    shard: Shard,
+    out: torch.Tensor,
+) -> None:
+    """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
+    for rows in decode_requests(q, block_table, seq_lens, query_len):
+        score_rows(rows, cache, spec, shard, out[:, rows.where])
+
+
+def decode_keys(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    shard: Shard,
+) -> torch.Tensor:
+    """Decode candidates of a shard, `[H, T, K]` int64, without a score tensor for all rows."""
+    keys = torch.zeros(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
+    for rows in decode_requests(q, block_table, seq_lens, query_len):
+        keys[:, rows.where] = candidates(rows, cache, spec, shard)
+    return keys
+
+
+def select_keys(
+    scores: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, query_len: int, shard: Shard, out: torch.Tensor
+) -> None:
+    """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`."""
+    lengths = decode_lengths(seq_lens, query_len, scores.shape[1])
+    out.copy_(row_keys(scores, lengths, spec, shard))
+
+
+def merge_keys(
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    order: str,
+    sparse_table: SparseTable | None,
+    out: torch.Tensor,
+) -> None:
+    """Ids of the first K of all ranks' candidates, keys `[P, H, T, K]` and causal lengths `[T]`, into `out` `[H, T, K]`."""
+    world, heads, rows, topk = keys.shape
+    merged = top_keys(keys.permute(1, 2, 0, 3).reshape(heads, rows, world * topk), topk)
+    ids = key_blocks(merged, spec.tie_break)
+    ids = torch.where(lengths[:, None] > 0, ids, -1)
+    if order == "block":
+        ids = torch.where(ids < 0, MAX_BLOCKS, ids).sort(dim=-1).values
+        ids = torch.where(ids == MAX_BLOCKS, -1, ids)
+    out.copy_(ids)
+    if sparse_table is not None:
+        sparse_table.fill(ids, lengths, spec, query_len)
+
+
+def prefill(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    order: str,
+    out: torch.Tensor,
+) -> None:
+    """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
+    out.fill_(-1)
+    for rows in prefill_tiles(q, block_table, cu_seqlens_q, seq_lens, spec.block_size):
+        keys = candidates(rows, cache, spec, Shard())
+        merge_keys(keys[None], rows.lengths, spec, 1, order, None, out[:, rows.where])

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks on one machine: forked processes that form a gloo group."""
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Result = TypeVar("Result")
+
+
+def run_ranks(world: int, work: Callable[[int], Result], *, timeout: float = 120.0) -> list[Result]:
+    """What `work(rank)` returns on each of `world` new processes that are the default group.
+
+    Forked, so `work` may use anything that this process holds, without a copy.
+
+    Args:
+        world: processes.
+        work: called with the rank; what it returns is pickled back.
+        timeout: seconds, of the group.
+
+    Raises:
+        Exception: the first rank's error, with its traceback; the other ranks are ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_enter, args=(world, work, folder, timeout), nprocs=world, start_method="fork")
+        return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
+
+
+def _result(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}.pt"
+
+
+def _enter(rank: int, world: int, work: Callable[[int], Any], folder: str, timeout: float) -> None:
+    torch.set_num_threads(1)  # a forked child must not touch the thread pool of its parent: it can hang
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    torch.save(work(rank), _result(folder, rank))
+    dist.destroy_process_group()
