@@ -3,9 +3,10 @@
 
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.indexer import ContextParallelIndexer
-from lightning_indexer.ops import decode, merge_keys, prefill, score_blocks, select_keys
+from lightning_indexer.ops import decode, merge_keys, plan_step, prefill, score_blocks, select_keys
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
+from lightning_indexer.workspace import StepPlan, Workspace
 
 __version__ = "0.1.0"
 
@@ -15,8 +16,11 @@ __all__ = [
     "IndexerSpec",
     "Shard",
     "SparseTable",
+    "StepPlan",
+    "Workspace",
     "decode",
     "merge_keys",
+    "plan_step",
     "prefill",
     "score_blocks",
     "select_keys",

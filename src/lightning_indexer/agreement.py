@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 MESSAGE_BYTES = 4096
+MAX_ERROR_CHARACTERS = 320  # of which JSON makes at most 12 bytes each
 GRACE = timedelta(milliseconds=200)  # for the other ranks once one has been waited for in vain
 
 Message = dict[str, Any]
@@ -36,9 +37,9 @@ def gather_messages(message: Message, group: dist.ProcessGroup, timeout: timedel
         return messages
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     text = json.dumps(message).encode()
-    sent = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    sent = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    received = torch.empty(world, MESSAGE_BYTES, dtype=torch.uint8)
+    received = torch.empty(world, MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     received[rank] = sent
     peers = [peer for peer in range(world) if peer != rank]
     missing: dict[int, str] = {}
@@ -76,10 +77,10 @@ def require_agreement(subject: str, messages: list[Message]) -> None:
     if failed:
         raise ValueError(f"{subject}: {'; '.join(failed)}")
     differing = []
-    for field in messages[0]:
+    for field in {field: None for message in messages for field in message}:
         values: dict[str, list[int]] = {}
         for rank, message in enumerate(messages):
-            values.setdefault(json.dumps(message[field]), []).append(rank)
+            values.setdefault(json.dumps(message.get(field)), []).append(rank)
         if len(values) > 1:
             told = ", ".join(f"{value} on rank {_names(ranks)}" for value, ranks in values.items())
             differing.append(f"{field}: expected the same on every rank, got {told}")

@@ -48,26 +48,25 @@ def check_rows(
     require(rows >= needed, argument, f"at least {needed} rows for {requests}", f"{rows} rows")
 
 
-def check_lengths(seq_lens: torch.Tensor, longest: int, bound: str) -> torch.Tensor:
-    if seq_lens.device.type != "cpu":
-        return seq_lens.clamp(max=longest)
-    live = int(seq_lens.max()) if seq_lens.shape[0] else 0
-    require(live <= longest, "seq_lens", f"at most {longest} tokens, the bound of {bound}", live)
-    return seq_lens
+def check_lengths(seq_lens: torch.Tensor, longest: int, bound: str) -> None:
+    if seq_lens.device.type == "cpu":
+        live = int(seq_lens.max()) if seq_lens.shape[0] else 0
+        require(live <= longest, "seq_lens", f"at most {longest} tokens, the bound of {bound}", live)
 
 
-def check_table(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, max_seq_len: int | None
-) -> tuple[int, torch.Tensor]:
-    """The bound in blocks, and the lengths, which respect it."""
+def check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, max_seq_len: int | None) -> int:
+    """The bound for the lengths, in tokens."""
     check_tensor("block_table", block_table, (seq_lens.shape[0], "max_blocks"), INT32, seq_lens.device)
     columns = block_table.shape[1]
     if max_seq_len is None:
-        return columns, check_lengths(seq_lens, columns * spec.block_size, f"block_table ({columns} columns)")
-    check_int("max_seq_len", max_seq_len, 0)
-    blocks = visible_blocks(max_seq_len, spec.block_size)
-    require(columns >= blocks, "block_table", f"at least {blocks} columns for max_seq_len {max_seq_len}", columns)
-    return blocks, check_lengths(seq_lens, max_seq_len, "max_seq_len")
+        longest, bound = columns * spec.block_size, f"block_table ({columns} columns)"
+    else:
+        check_int("max_seq_len", max_seq_len, 0)
+        blocks = visible_blocks(max_seq_len, spec.block_size)
+        require(columns >= blocks, "block_table", f"at least {blocks} columns for max_seq_len {max_seq_len}", columns)
+        longest, bound = max_seq_len, "max_seq_len"
+    check_lengths(seq_lens, longest, bound)
+    return min(longest, torch.iinfo(torch.int32).max)
 
 
 def check_decode(
@@ -78,12 +77,11 @@ def check_decode(
     spec: IndexerSpec,
     query_len: int,
     max_seq_len: int | None,
-) -> tuple[IndexCache, int, torch.Tensor]:
-    """The cache, the bound in blocks, and the lengths, which respect it."""
+) -> tuple[IndexCache, int]:
+    """The cache, and the bound for the lengths in tokens."""
     checked = check_query(q, cache, spec)
     check_rows("q", q.shape[0], seq_lens, spec, query_len, q.device)
-    blocks, seq_lens = check_table(block_table, seq_lens, spec, max_seq_len)
-    return checked, blocks, seq_lens
+    return checked, check_table(block_table, seq_lens, spec, max_seq_len)
 
 
 def check_chunks(bounds: list[int], seq_lens: list[int], rows: int, longest: int) -> None:

@@ -142,6 +142,7 @@ class IndexCache:
         """Bytes that a page takes."""
         return self.spec.block_size * self.token_bytes
 
+    @torch.no_grad()
     def write(self, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store keys by slot: `keys[i]` goes to token `slot % B` of page `slot // B`, `slot = slot_mapping[i]`.
 

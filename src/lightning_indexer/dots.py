@@ -10,6 +10,7 @@ that: BLAS libraries pick another order of summation by shape. So there are two 
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def fixed_dots(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     if arithmetic(keys.device) == "chain":
         columns = queries.shape[0]
         padded = torch.nn.functional.pad(queries, (0, 0, 0, -columns % COLUMNS))
-        return (keys @ padded.t())[:, :columns]
+        return _matmul(keys, padded)[:, :columns]
     return torch.stack([_halving_dot(keys, query) for query in queries], dim=1)
 
 
@@ -37,6 +38,11 @@ def arithmetic(device: torch.device) -> str:
     """Which of the two ways `fixed_dots` takes on a device: "chain" or "halving". Ranks of a group must take the same."""
     precision = torch.get_float32_matmul_precision()
     return "chain" if device.type == "cpu" and _matmul_is_chain(torch.get_num_threads(), precision) else "halving"
+
+
+def _matmul(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(keys.device.type, enabled=False):  # it would round to bf16
+        return keys @ queries.t()
 
 
 def _halving_dot(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -55,17 +61,16 @@ def _matmul_is_chain(threads: int, precision: str) -> bool:
     swap in bf16 products.
     """
     generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     for dim in (64, 128):
-        # bf16 values: their products are exact, so rounding a float64 sum to float32 is the fused multiply-add.
-        keys = torch.randn(256, dim, generator=generator).bfloat16().float()
-        queries = torch.randn(64, dim, generator=generator).bfloat16().float()
-        chain = torch.zeros(256, 64)
+        keys, queries = torch.randn(256, dim, **options), torch.randn(64, dim, **options)
+        chain = torch.zeros(256, 64, dtype=torch.float32, device="cpu")
         for d in range(dim):
+            # Products are exact in float64, so this rounds to float32 as a fused multiply-add does.
             chain = (chain.double() + keys[:, d, None].double() * queries[:, d].double()).float()
         for rows in (64, 192, 2048):
             for columns in (COLUMNS, 3 * COLUMNS, 512):
-                many = keys.repeat(-(-rows // 256), 1)[:rows] @ queries.repeat(-(-columns // 64), 1)[:columns].t()
-                expected = chain.repeat(-(-rows // 256), -(-columns // 64))[:rows, :columns]
-                if not torch.equal(many, expected):
+                many = _matmul(keys.repeat(-(-rows // 256), 1)[:rows], queries.repeat(-(-columns // 64), 1)[:columns])
+                if not torch.equal(many, chain.repeat(-(-rows // 256), -(-columns // 64))[:rows, :columns]):
                     return False
     return True

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_indexer import torch_backend as backend
-from lightning_indexer.agreement import Message, gather_messages, require_agreement
+from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, Message, gather_messages, require_agreement
 from lightning_indexer.arguments import (
     check_ids_out,
     check_lengths,
@@ -32,7 +31,7 @@ from lightning_indexer.cache import FORMATS, IndexCache, as_cache
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
-from lightning_indexer.rows import decode_lengths
+from lightning_indexer.ops import backend_of
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 
@@ -45,6 +44,7 @@ class _Step:
 
     cache: IndexCache
     seq_lens: torch.Tensor
+    longest: int
     out: torch.Tensor
 
 
@@ -133,6 +133,7 @@ class ContextParallelIndexer:
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.decode(q, cache, torch.zeros(1, 1, dtype=torch.int32, device=self.device), one)
 
+    @torch.no_grad()
     def decode(
         self,
         q: torch.Tensor,
@@ -162,26 +163,27 @@ class ContextParallelIndexer:
             `[h, T, K]` int32 logical block ids, left-packed, -1 padded.
 
         Raises:
-            ValueError: on CPU ranks all of them, before anything but this news is exchanged: wrong arguments on any rank,
-                or calls that differ. On NCCL and RCCL groups the rank at fault alone; the group's watchdog ends the others.
+            ValueError: on CPU ranks all of them, before anything but this news is exchanged: wrong arguments on any
+                rank, or calls that differ. On other devices, and with "replicated", which exchanges nothing, the rank at
+                fault alone; the group's watchdog ends the others.
             RuntimeError: a rank did not arrive within the time-out, or died.
         """
 
         def check() -> _Step:
             return self._check(q, cache, block_table, seq_lens, query_len, order, sparse_table, out)
 
-        spec, owned = self.spec, self.owned_heads
+        spec, owned, backend = self.spec, self.owned_heads, backend_of(self.device)
         if self.dispatch == "replicated" or self._transport is None:
             step = check()
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
-            keys = backend.decode_keys(mine, step.cache, block_table, step.seq_lens, spec, query_len, Shard())[None]
+            arguments = (mine, step.cache, block_table, seq_lens, spec, query_len, step.longest)
+            backend.decode(*arguments, order, sparse_table, step.out, None, None)
         else:
             step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if self._talks else check()
             heads = q if q.shape[1] == spec.num_heads else self._transport.gather_queries(q)
-            keys = backend.decode_keys(heads, step.cache, block_table, step.seq_lens, spec, query_len, self.shard)
-            keys = self._transport.exchange_keys(keys)
-        lengths = decode_lengths(step.seq_lens, query_len, q.shape[0])
-        backend.merge_keys(keys, lengths, spec, query_len, order, sparse_table, step.out)
+            arguments = (heads, step.cache, block_table, seq_lens, spec, query_len, step.longest)
+            keys = self._transport.exchange_keys(backend.decode_keys(*arguments, self.shard))
+            backend.merge_keys(keys, seq_lens, spec, query_len, order, sparse_table, step.out)
         return step.out
 
     @property
@@ -195,10 +197,9 @@ class ContextParallelIndexer:
             return check()
         try:
             checked = check()
-            message = {"error": None, **outline(checked)}
+            message = {"error": None, "call": subject, **outline(checked)}
         except Exception as error:
-            text = str(error)[:1000]
-            gather_messages({"error": text}, self.group, self._timeout)
+            gather_messages({"error": str(error)[:MAX_ERROR_CHARACTERS]}, self.group, self._timeout)
             raise
         require_agreement(subject, gather_messages(message, self.group, self._timeout))
         return checked
@@ -223,11 +224,11 @@ class ContextParallelIndexer:
         require(heads in (owned, spec.num_heads), "q", counts, f"{heads} heads")
         require(rows <= self.max_rows, "q", f"at most max_rows ({self.max_rows}) rows", f"{rows} rows")
         check_rows("q", rows, seq_lens, spec, query_len, self.device)
-        _, seq_lens = check_table(block_table, seq_lens, spec, None)
-        seq_lens = check_lengths(seq_lens, self.max_seq_len, "max_seq_len")
+        longest = min(check_table(block_table, seq_lens, spec, None), self.max_seq_len)
+        check_lengths(seq_lens, self.max_seq_len, "max_seq_len")
         check_order(order)
         check_sparse_table(sparse_table, spec, seq_lens, owned, rows, self.device)
-        return _Step(checked, seq_lens, check_ids_out(out, owned, rows, spec, self.device))
+        return _Step(checked, seq_lens, longest, check_ids_out(out, owned, rows, spec, self.device))
 
     def _outline(self, q: torch.Tensor, step: _Step, query_len: int) -> dict[str, Any]:
         """What must be the same on every rank for a step to be one step."""

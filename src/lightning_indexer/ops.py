@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public operators: check everything, then hand over to the backend."""
 
+from typing import Any
+
 import torch
 
-from lightning_indexer import torch_backend as backend
+from lightning_indexer import torch_backend
 from lightning_indexer.arguments import (
     INT32,
     check_chunks,
@@ -20,11 +22,30 @@ from lightning_indexer.arguments import (
 )
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.checks import check_int, check_tensor, require
-from lightning_indexer.rows import decode_lengths
+from lightning_indexer.policy import decode_programs, device_facts
+from lightning_indexer.rows import visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
+from lightning_indexer.workspace import StepPlan, Workspace
 
 
+def backend_of(device: torch.device) -> Any:
+    """The module whose functions run on a device: Triton kernels on CUDA and HIP devices, torch elsewhere.
+
+    Raises:
+        ValueError: a GPU, and no Triton.
+    """
+    if device.type != "cuda":
+        return torch_backend
+    try:
+        from lightning_indexer import triton_backend
+    except ModuleNotFoundError as error:
+        require(error.name != "triton", "device", f"Triton, for tensors on {device} (pip install triton)", "none installed")
+        raise
+    return triton_backend
+
+
+@torch.no_grad()
 def score_blocks(
     q: torch.Tensor,
     cache: IndexCache | torch.Tensor,
@@ -64,15 +85,16 @@ def score_blocks(
         ValueError: an argument's shape, dtype, device or stride, or a length above the bound.
     """
     shard = check_shard(shard)
-    cache, blocks, seq_lens = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
-    shape = (q.shape[1], q.shape[0], shard.width(blocks))
+    cache, longest = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
+    shape = (q.shape[1], q.shape[0], shard.width(visible_blocks(longest, spec.block_size)))
     if out is None:
-        out = torch.full(shape, -torch.inf, device=q.device)
+        out = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     check_tensor("out", out, shape, (torch.float32,), q.device)
-    backend.score_blocks(q, cache, block_table, seq_lens, spec, query_len, shard, out)
+    backend_of(q.device).score_blocks(q, cache, block_table, seq_lens, spec, query_len, longest, shard, out)
     return out
 
 
+@torch.no_grad()
 def select_keys(
     scores: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -105,14 +127,15 @@ def select_keys(
     heads, rows, width = scores.shape
     blocks = width * shard.world + shard.rank  # the most of which the shard owns no more than `width`
     longest = min(blocks * spec.block_size, torch.iinfo(torch.int32).max)
-    seq_lens = check_lengths(seq_lens, longest, f"scores ({width} slots)")
+    check_lengths(seq_lens, longest, f"scores ({width} slots)")
     if out is None:
         out = torch.empty(heads, rows, spec.topk, dtype=torch.int64, device=scores.device)
     check_tensor("out", out, (heads, rows, spec.topk), (torch.int64,), scores.device)
-    backend.select_keys(scores, seq_lens, spec, query_len, shard, out)
+    backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out)
     return out
 
 
+@torch.no_grad()
 def merge_keys(
     keys: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -148,11 +171,11 @@ def merge_keys(
     check_order(order)
     check_sparse_table(sparse_table, spec, seq_lens, heads, rows, keys.device)
     out = check_ids_out(out, heads, rows, spec, keys.device)
-    lengths = decode_lengths(seq_lens, query_len, rows)
-    backend.merge_keys(keys, lengths, spec, query_len, order, sparse_table, out)
+    backend_of(keys.device).merge_keys(keys, seq_lens, spec, query_len, order, sparse_table, out)
     return out
 
 
+@torch.no_grad()
 def decode(
     q: torch.Tensor,
     cache: IndexCache | torch.Tensor,
@@ -165,6 +188,8 @@ def decode(
     order: str = "score",
     sparse_table: SparseTable | None = None,
     out: torch.Tensor | None = None,
+    plan: StepPlan | None = None,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """The K blocks that each decode row attends to, per head: `merge_keys` of `select_keys` of `score_blocks`.
 
@@ -175,6 +200,8 @@ def decode(
         order, sparse_table: as in `merge_keys`.
         out: `[H, T, K]` int32; any strides with a contiguous last dim, so a token-major buffer may be passed
             transposed.
+        plan: on a GPU, `plan_step` of the same lengths, shared by all layers of a step.
+        workspace: on a GPU, scratch to use instead of new memory.
 
     Returns:
         `[H, T, K]` int32 logical block ids, left-packed, -1 padded. Rows past `R*Q` and rows with `c = 0` are all -1.
@@ -182,17 +209,62 @@ def decode(
     Raises:
         ValueError: an argument's shape, dtype, device or stride, or a length above the bound.
     """
-    cache, _, seq_lens = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
+    cache, longest = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
     check_order(order)
     rows, heads, _ = q.shape
     check_sparse_table(sparse_table, spec, seq_lens, heads, rows, q.device)
+    if plan is not None:
+        plan.check(spec, Shard())
+    if workspace is not None:
+        workspace.check(spec, seq_lens.shape[0], query_len * heads, q.device)
     out = check_ids_out(out, heads, rows, spec, q.device)
-    keys = backend.decode_keys(q, cache, block_table, seq_lens, spec, query_len, Shard())
-    lengths = decode_lengths(seq_lens, query_len, rows)
-    backend.merge_keys(keys[None], lengths, spec, query_len, order, sparse_table, out)
+    backend_of(q.device).decode(
+        q, cache, block_table, seq_lens, spec, query_len, longest, order, sparse_table, out, plan, workspace
+    )
     return out
 
 
+@torch.no_grad()
+def plan_step(
+    seq_lens: torch.Tensor,
+    *,
+    spec: IndexerSpec,
+    max_seq_len: int | None = None,
+    shard: Shard | None = None,
+    out: StepPlan | None = None,
+) -> StepPlan:
+    """What `decode` derives from the lengths, for all layers of a step: an even split of the pages over the GPU.
+
+    Optional: `decode` without a plan computes the same in every call. A plan is good for the lengths it was made from.
+
+    Args:
+        seq_lens: `[R]` int32.
+        spec: geometry.
+        max_seq_len: the bound that `decode` is given.
+        shard: whose blocks; None is the whole context.
+        out: an earlier plan on the same device, made anew in place, so that a captured graph finds it.
+
+    Returns:
+        `out` or a new plan; on the CPU an empty one.
+
+    Raises:
+        ValueError: an argument's shape, dtype or device.
+    """
+    shard = check_shard(shard)
+    check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
+    device = seq_lens.device
+    if backend_of(device) is torch_backend:
+        return StepPlan(None, shard, check_spec(spec).block_size)
+    if out is None or out.shares is None:
+        programs = decode_programs(device_facts(device))
+        out = StepPlan(torch.empty(programs + 1, 4, dtype=torch.int32, device=device), shard, check_spec(spec).block_size)
+    out.check(spec, shard)
+    longest = torch.iinfo(torch.int32).max if max_seq_len is None else max_seq_len
+    backend_of(device).plan_step(seq_lens, spec, longest, shard, out.shares)
+    return out
+
+
+@torch.no_grad()
 def prefill(
     q: torch.Tensor,
     cache: IndexCache | torch.Tensor,
@@ -229,13 +301,14 @@ def prefill(
     cache = check_query(q, cache, spec)
     rows, heads, _ = q.shape
     check_tensor("seq_lens", seq_lens, ("R",), INT32, q.device, unit_stride=False)
-    _, seq_lens = check_table(block_table, seq_lens, spec, max_seq_len)
+    longest = check_table(block_table, seq_lens, spec, max_seq_len)
     bounds = (torch.int32, torch.int64)
     check_tensor("cu_seqlens_q", cu_seqlens_q, (seq_lens.shape[0] + 1,), bounds, q.device, unit_stride=False)
     if max_query_len is not None:
         check_int("max_query_len", max_query_len, 0)
-    check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), rows, rows if max_query_len is None else max_query_len)
+    if q.device.type == "cpu":
+        check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), rows, rows if max_query_len is None else max_query_len)
     check_order(order)
     out = check_ids_out(out, heads, rows, spec, q.device)
-    backend.prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec, order, out)
+    backend_of(q.device).prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec, longest, order, out)
     return out

@@ -49,6 +49,8 @@ class IndexerSpec:
 
     def __post_init__(self) -> None:
         check_int("num_heads", self.num_heads, 1)
+        check_int("head_dim", self.head_dim, 1)
+        check_int("block_size", self.block_size, 1)
         require(self.head_dim in HEAD_DIMS, "head_dim", f"one of {HEAD_DIMS}", repr(self.head_dim))
         require(self.block_size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", repr(self.block_size))
         check_int("topk", self.topk, 1, MAX_TOPK)

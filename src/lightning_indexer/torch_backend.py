@@ -17,6 +17,7 @@ from lightning_indexer.key import MAX_BLOCKS, key_blocks, pack_keys, top_keys
 from lightning_indexer.rows import decode_lengths, prefill_lengths, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
+from lightning_indexer.workspace import StepPlan, Workspace
 
 TILE_TOKENS = 8192  # of keys widened at once: 4 MiB in float32 at D = 128; 131,072 tokens took 24 ms with 32 to 64 pages
 TILE_PRODUCTS = 1 << 21  # of dot products held at once, 8 MiB
@@ -96,7 +97,7 @@ def row_keys(scores: torch.Tensor, lengths: torch.Tensor, spec: IndexerSpec, sha
 def candidates(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard) -> torch.Tensor:
     """Scores and first K candidates of one request's rows over a shard: `[H, rows, K]` int64."""
     width = shard.count(visible_blocks(int(rows.lengths.max()), spec.block_size))
-    scores = torch.empty(rows.q.shape[1], rows.q.shape[0], width, device=rows.q.device)
+    scores = torch.empty(rows.q.shape[1], rows.q.shape[0], width, dtype=torch.float32, device=rows.q.device)
     score_rows(rows, cache, spec, shard, scores)
     return row_keys(scores, rows.lengths, spec, shard)
 
@@ -108,11 +109,12 @@ def score_blocks(
     seq_lens: torch.Tensor,
     spec: IndexerSpec,
     query_len: int,
+    longest: int,
     shard: Shard,
     out: torch.Tensor,
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
-    for rows in decode_requests(q, block_table, seq_lens, query_len):
+    for rows in decode_requests(q, block_table, seq_lens.clamp(max=longest), query_len):
         score_rows(rows, cache, spec, shard, out[:, rows.where])
 
 
@@ -123,13 +125,33 @@ def decode_keys(
     seq_lens: torch.Tensor,
     spec: IndexerSpec,
     query_len: int,
+    longest: int,
     shard: Shard,
 ) -> torch.Tensor:
     """Decode candidates of a shard, `[H, T, K]` int64, without a score tensor for all rows."""
     keys = torch.zeros(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
-    for rows in decode_requests(q, block_table, seq_lens, query_len):
+    for rows in decode_requests(q, block_table, seq_lens.clamp(max=longest), query_len):
         keys[:, rows.where] = candidates(rows, cache, spec, shard)
     return keys
+
+
+def decode(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    longest: int,
+    order: str,
+    sparse_table: SparseTable | None,
+    out: torch.Tensor,
+    plan: StepPlan | None,
+    workspace: Workspace | None,
+) -> None:
+    """Ids of decode rows over the whole context into `out` `[H, T, K]`. Plan and workspace are the GPU's."""
+    keys = decode_keys(q, cache, block_table, seq_lens, spec, query_len, longest, Shard())
+    merge_keys(keys[None], seq_lens.clamp(max=longest), spec, query_len, order, sparse_table, out)
 
 
 def select_keys(
@@ -142,24 +164,30 @@ def select_keys(
 
 def merge_keys(
     keys: torch.Tensor,
-    lengths: torch.Tensor,
+    seq_lens: torch.Tensor,
     spec: IndexerSpec,
     query_len: int,
     order: str,
     sparse_table: SparseTable | None,
     out: torch.Tensor,
 ) -> None:
-    """Ids of the first K of all ranks' candidates, keys `[P, H, T, K]` and causal lengths `[T]`, into `out` `[H, T, K]`."""
-    world, heads, rows, topk = keys.shape
-    merged = top_keys(keys.permute(1, 2, 0, 3).reshape(heads, rows, world * topk), topk)
-    ids = key_blocks(merged, spec.tie_break)
-    ids = torch.where(lengths[:, None] > 0, ids, -1)
-    if order == "block":
-        ids = torch.where(ids < 0, MAX_BLOCKS, ids).sort(dim=-1).values
-        ids = torch.where(ids == MAX_BLOCKS, -1, ids)
+    """Ids of the first K of all ranks' candidates, keys `[P, H, T, K]`, into `out` `[H, T, K]`."""
+    lengths = decode_lengths(seq_lens, query_len, keys.shape[2])
+    ids = first_ids(keys, lengths, spec, order)
     out.copy_(ids)
     if sparse_table is not None:
         sparse_table.fill(ids, lengths, spec, query_len)
+
+
+def first_ids(keys: torch.Tensor, lengths: torch.Tensor, spec: IndexerSpec, order: str) -> torch.Tensor:
+    """Ids `[H, rows, K]` int64 of the first K of candidates `[P, H, rows, K]`; -1 for rows of length 0."""
+    world, heads, rows, topk = keys.shape
+    merged = top_keys(keys.permute(1, 2, 0, 3).reshape(heads, rows, world * topk), topk)
+    ids = torch.where(lengths[:, None] > 0, key_blocks(merged, spec.tie_break), -1)
+    if order == "block":
+        ids = torch.where(ids < 0, MAX_BLOCKS, ids).sort(dim=-1).values
+        ids = torch.where(ids == MAX_BLOCKS, -1, ids)
+    return ids
 
 
 def prefill(
@@ -169,11 +197,12 @@ def prefill(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     spec: IndexerSpec,
+    longest: int,
     order: str,
     out: torch.Tensor,
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
     out.fill_(-1)
-    for rows in prefill_tiles(q, block_table, cu_seqlens_q, seq_lens, spec.block_size):
+    for rows in prefill_tiles(q, block_table, cu_seqlens_q, seq_lens.clamp(max=longest), spec.block_size):
         keys = candidates(rows, cache, spec, Shard())
-        merge_keys(keys[None], rows.lengths, spec, 1, order, None, out[:, rows.where])
+        out[:, rows.where] = first_ids(keys[None], rows.lengths, spec, order).to(out.dtype)

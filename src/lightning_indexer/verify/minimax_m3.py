@@ -108,6 +108,7 @@ def _model(spec: IndexerSpec, max_tokens: int, layers: int, seed: int) -> Any:
     import transformers
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
+    auto_model: Any = transformers.AutoModel
     hidden = 256
     config = MiniMaxM3VLTextConfig(
         vocab_size=256,
@@ -139,7 +140,7 @@ def _model(spec: IndexerSpec, max_tokens: int, layers: int, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Not `.to(bfloat16)` afterwards: that would round the RoPE frequencies as well.
-        return transformers.AutoModel.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        return auto_model.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
 def _cache(model: Any) -> Any:
@@ -158,12 +159,10 @@ def _cases(
     def case(name: str, rows: slice, query_len: int) -> Case:
         seq_lens = (positions[rows][query_len - 1 :: query_len] + 1).to(torch.int32)
         table = block_tables(page_of_block, seq_lens, spec.block_size, generator)
-        return Case(f"layer {layer}, {name}", spec, q[rows], pages, table, seq_lens, query_len, chosen[:, rows].contiguous())
+        name = f"layer {layer}, {name}"
+        return Case(name, spec, q[rows], pages, table, seq_lens, query_len, chosen[:, rows].contiguous())
 
-    return [
-        case("decode", slice(prefill_rows, None), 1),
-        case("prefill rows", slice(0, prefill_rows), GROUP),
-    ]
+    return [case("decode", slice(prefill_rows, None), 1), case("prefill rows", slice(0, prefill_rows), GROUP)]
 
 
 def _pad_blocks(blocks: torch.Tensor, topk: int) -> torch.Tensor:

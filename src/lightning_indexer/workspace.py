@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the GPU decode that outlives a call: scratch, and the step plan that all layers of a step share."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_indexer.checks import check_int, require
+from lightning_indexer.policy import decode_programs, device_facts
+from lightning_indexer.spec import IndexerSpec, Shard
+
+MAX_COLUMNS = 64  # query columns of a request (rows x heads) that share one pass over its pages
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """How the query columns of a request (`query_len * heads`) are cut, and how many candidates each keeps."""
+
+    columns: int  # per tile, a power of two
+    tiles: int
+    keep: int  # K up to a power of two
+
+    @classmethod
+    def of(cls, spec: IndexerSpec, query_len: int, heads: int) -> "DecodeTiling":
+        """Tiles of at most 64 columns, fewer where K is large: candidates of a tile are held in registers."""
+        keep = max(2, power_of_two(spec.topk))
+        columns = min(power_of_two(query_len * heads), max(16, 1024 // keep), MAX_COLUMNS)
+        return cls(columns, -(-query_len * heads // columns), keep)
+
+
+class Workspace:
+    """Scratch of decode calls on one GPU: with it and `out` a call allocates nothing.
+
+    Calls that may overlap (other streams, other micro-batches) need one each. What a call leaves in it the next does not need;
+    its counters are zero between calls.
+
+    Args:
+        spec: geometry; K and B matter here.
+        max_requests: most requests R of a call.
+        max_columns: most query rows times heads of one request, `query_len * H`.
+        device: the GPU.
+
+    Raises:
+        ValueError: sizes below 1, or a device that the kernels do not run on.
+    """
+
+    def __init__(self, spec: IndexerSpec, *, max_requests: int, max_columns: int, device: torch.device | str) -> None:
+        check_int("max_requests", max_requests, 1)
+        check_int("max_columns", max_columns, 1)
+        self.device = torch.empty(0, device=device).device
+        self.programs = decode_programs(device_facts(self.device))
+        self.max_requests = max_requests
+        self.max_columns = max_columns
+        tilings = [DecodeTiling.of(spec, 1, columns) for columns in range(1, max_columns + 1)]
+        slots = max(tiling.tiles * tiling.columns * tiling.keep for tiling in tilings)
+        tiles = max(tiling.tiles for tiling in tilings)
+        self.keys = torch.empty(4 * self.programs * slots, dtype=torch.int64, device=self.device)
+        self.arrived = torch.zeros(tiles * (max_requests + 2 * self.programs), dtype=torch.int32, device=self.device)
+        self.topk = spec.topk
+
+    def check(self, spec: IndexerSpec, requests: int, columns: int, device: torch.device) -> None:
+        """Raise ValueError unless a call of this size fits."""
+        require(self.device == device, "workspace", f"one on {device}", f"one on {self.device}")
+        require(self.topk >= spec.topk, "workspace", f"one for topk {spec.topk} or more", f"one for {self.topk}")
+        enough = self.max_requests >= requests and self.max_columns >= columns
+        needed = f"max_requests >= {requests} and max_columns >= {columns}"
+        require(enough, "workspace", needed, f"{self.max_requests} and {self.max_columns}")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What depends on a step's lengths only: made once per step by `plan_step`, used by `decode` in every layer.
+
+    `shares` `[programs + 1, 4]` int32 on the GPU: each program's first page, its end, the request it begins in, and the pages
+    before that request; the last row holds all pages. None on the CPU, where there is nothing to plan.
+    """
+
+    shares: torch.Tensor | None
+    shard: Shard
+    block_size: int
+
+    def check(self, spec: IndexerSpec, shard: Shard) -> None:
+        """Raise ValueError unless made for this geometry and shard."""
+        same = self.shard == shard and self.block_size == spec.block_size
+        require(same, "plan", f"one for {shard}, block_size {spec.block_size}", f"{self.shard}, {self.block_size}")
