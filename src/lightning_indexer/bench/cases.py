@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is timed: shapes, what each must read and compute, and the named sets of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_indexer.bench import peers
+from lightning_indexer.checks import check_int
+from lightning_indexer.rows import decode_lengths
+from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.traffic import index_bytes
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One layer of a decode step.
+
+    Args:
+        groups: `(requests, tokens of each)`; a uniform batch is one group.
+        query_len: Q, rows per request.
+        heads: index heads that are scored, on the whole context.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    query_len: int
+    heads: int = 1
+
+    op = "decode"
+
+    def __post_init__(self) -> None:
+        for batch, context in self.groups:
+            check_int("batch", batch, 1)
+            check_int("context", context, IndexerSpec().block_size)
+        check_int("query_len", self.query_len, 1)
+        check_int("heads", self.heads, 1)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [context for batch, context in self.groups for _ in range(batch)]
+
+    @property
+    def name(self) -> str:
+        batches = " + ".join(f"{batch} x {context:,}" for batch, context in self.groups)
+        return f"{batches}, Q {self.query_len}" + (f", H {self.heads}" if self.heads > 1 else "")
+
+    def index_bytes(self, spec: IndexerSpec, token_bytes: int) -> int:
+        """Index keys that must be read, once per request whatever Q and H. Nothing else is counted."""
+        return index_bytes(torch.tensor(self.seq_lens), spec, token_bytes, Shard())
+
+    def flops(self, spec: IndexerSpec) -> int:
+        """`heads * 2 * D * sum of visible tokens over rows`."""
+        lengths = decode_lengths(torch.tensor(self.seq_lens), self.query_len, len(self.seq_lens) * self.query_len)
+        return self.heads * 2 * spec.head_dim * int(lengths.sum())
+
+    def peer_us(self) -> float | None:
+        """The peer's time for this case in bf16, where it was measured."""
+        if self.heads != 1 or len(self.groups) != 1:
+            return None
+        return peers.DECODE.get((*self.groups[0], self.query_len))
+
+    def fields(self) -> dict[str, Any]:
+        """The case in a result row; `context` is the longest one, and `lengths` tells where they differ."""
+        lengths = [context for _, context in self.groups]
+        fields = {"batch": len(self.seq_lens), "context": max(lengths), "query_len": self.query_len}
+        return fields if len(self.groups) == 1 else fields | {"lengths": [list(group) for group in self.groups]}
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """One layer of a chunk of `tokens` new tokens behind `prefix` cached ones, of one request."""
+
+    heads: int
+    tokens: int
+    prefix: int
+
+    op = "prefill"
+
+    def __post_init__(self) -> None:
+        check_int("heads", self.heads, 1)
+        check_int("tokens", self.tokens, 1)
+        check_int("prefix", self.prefix, 0)
+        check_int("tokens + prefix", self.tokens + self.prefix, IndexerSpec().block_size)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [self.prefix + self.tokens]
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads} head{'s' if self.heads > 1 else ''}, {self.tokens:,} after {self.prefix:,}"
+
+    def index_bytes(self, spec: IndexerSpec, token_bytes: int) -> int:
+        """Index keys that must be read if the chunk reads them once."""
+        return index_bytes(torch.tensor(self.seq_lens), spec, token_bytes, Shard())
+
+    def flops(self, spec: IndexerSpec) -> int:
+        """`heads * 2 * D * (T*prefix + T*T/2)`."""
+        return self.heads * spec.head_dim * (2 * self.tokens * self.prefix + self.tokens * self.tokens)
+
+    def peer_us(self) -> float | None:
+        """The peer's time for this case in bf16, where it was measured."""
+        return peers.PREFILL.get((self.heads, self.tokens, self.prefix))
+
+    def fields(self) -> dict[str, Any]:
+        """The case in a result row."""
+        return {"batch": 1, "tokens": self.tokens, "prefix": self.prefix}
+
+
+Case = DecodeCase | PrefillCase
+
+MSA_BATCHES = (8, 32, 64, 128)
+MSA_CONTEXTS = (1024, 4096, 5120, 10_240, 51_200, 102_400, 204_800)
+SKEWED = (
+    (((1, 1_048_576), (63, 4096)), 1),
+    (((1, 1_048_576), (63, 4096)), 4),
+    (((1, 524_288), (31, 16_384)), 1),
+    (((4, 131_072), (60, 4096)), 1),
+    (((4, 131_072), (60, 4096)), 4),
+    (((8, 131_072), (120, 1024)), 1),
+)
+DECODE_SETS = ("default", "msa", "skewed")
+
+
+def decode_set(name: str, heads: int) -> list[DecodeCase]:
+    """Named decode cases.
+
+    "default": every case that the peer was measured on. "msa": the 28 of MiniMax's own protocol, Q = 8. "skewed": few
+    long requests among many short ones. "all": these three.
+    """
+    if name == "all":
+        return [case for each in DECODE_SETS for case in decode_set(each, heads)]
+    if name == "default":
+        return [DecodeCase(((batch, context),), query_len, heads) for batch, context, query_len in peers.DECODE]
+    if name == "msa":
+        return [DecodeCase(((batch, context),), 8, heads) for batch in MSA_BATCHES for context in MSA_CONTEXTS]
+    return [DecodeCase(groups, query_len, heads) for groups, query_len in SKEWED]
+
+
+def prefill_set() -> list[PrefillCase]:
+    """Every prefill case that the peer was measured on."""
+    return [PrefillCase(heads, tokens, prefix) for heads, tokens, prefix in peers.PREFILL]

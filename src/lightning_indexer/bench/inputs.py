@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A case as tensors: layers out of one pool of pages, as an engine holds them, and the calls that are timed.
+
+All layers of a step share one block table and one set of lengths; a layer is a view of the pool. The calls are made here
+and nowhere else, so this is the file to change when an operator takes a workspace or a step plan.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import lightning_indexer as li
+from lightning_indexer.bench.cases import Case, PrefillCase
+from lightning_indexer.bench.timing import Rotation
+from lightning_indexer.rows import visible_blocks
+
+ENGINE_MAX_SEQ_LEN = 163_840  # the bound that the peer's figures were taken with; longer contexts are their own bound
+OUT_OF_CACHE = 2**31 - 1
+CHUNK_QUERY_LEN = 8  # rows of a chunk that the gate scores as one decode request
+UNWRITTEN = -7  # no block id, and not the padding either
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step over `views` layers.
+
+    `rows`, `block_table`, `seq_lens` and `query_len` describe its rows as decode rows, a prefill chunk's too.
+    """
+
+    spec: li.IndexerSpec
+    q: torch.Tensor  # [T, H, D], the same in every layer: it stays in the L2, as after the projection that made it
+    caches: list[li.IndexCache]
+    block_table: torch.Tensor  # [R, max_blocks] int32
+    seq_lens: torch.Tensor  # [R] int32
+    query_len: int
+    ids: torch.Tensor  # [views, H, T, K] int32, what `call(view)` writes
+    call: Callable[[int], None]
+    plan: Callable[[], None] | None = None  # what is computed once for all layers
+
+
+def draw_pool(
+    pages: int, spec: li.IndexerSpec, format: str, device: torch.device, generator: torch.Generator
+) -> li.IndexCache:
+    """Pages of normally distributed keys."""
+    pool = li.IndexCache.empty(pages, spec, format=format, device=device)
+    for some in torch.split(pool.data, 1 << 14):
+        some.normal_(generator=generator)
+    return pool
+
+
+def layer_pages(case: Case, spec: li.IndexerSpec) -> int:
+    """Pages of one layer."""
+    return sum(visible_blocks(length, spec.block_size) for length in case.seq_lens)
+
+
+def draw_table(case: Case, spec: li.IndexerSpec, pages: int, generator: torch.Generator) -> torch.Tensor:
+    """Block table of shuffled pages `[R, max_blocks]` int32 into a view of `pages` pages; unused columns leave the cache.
+
+    Where the view is smaller than the case, page ids repeat at random.
+    """
+    counts = [visible_blocks(length, spec.block_size) for length in case.seq_lens]
+    needed, device = sum(counts), generator.device
+    if needed <= pages:
+        shuffled = torch.randperm(pages, generator=generator, device=device)[:needed]
+    else:
+        shuffled = torch.randint(pages, (needed,), generator=generator, device=device)
+    width = visible_blocks(max(ENGINE_MAX_SEQ_LEN, *case.seq_lens), spec.block_size)
+    table = torch.full((len(counts), width), OUT_OF_CACHE, dtype=torch.int32, device=device)
+    for row, own in zip(table, torch.split(shuffled, counts), strict=True):
+        row[: len(own)] = own
+    return table
+
+
+def decode_call(
+    q: torch.Tensor,
+    cache: li.IndexCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: li.IndexerSpec,
+    query_len: int,
+    out: torch.Tensor,
+    plan: li.StepPlan,
+    workspace: li.Workspace | None,
+) -> None:
+    """The decode operator on one layer."""
+    li.decode(q, cache, block_table, seq_lens, spec=spec, query_len=query_len, out=out, plan=plan, workspace=workspace)
+
+
+def prefill_call(
+    q: torch.Tensor,
+    cache: li.IndexCache,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    spec: li.IndexerSpec,
+    out: torch.Tensor,
+) -> None:
+    """The prefill operator on one layer."""
+    li.prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec=spec, out=out)
+
+
+def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torch.Generator) -> Step:
+    """The case on the pool's device, `rotation.views` layers of it."""
+    spec, device = pool.spec, pool.device
+    views = torch.split(pool.data, rotation.pages)[: rotation.views]
+    caches = [li.IndexCache.wrap(view, spec, format=pool.format.name) for view in views]
+    block_table = draw_table(case, spec, rotation.pages, generator)
+    seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
+    rows = case.tokens if isinstance(case, PrefillCase) else len(case.seq_lens) * case.query_len
+    q = torch.randn(rows, case.heads, spec.head_dim, generator=generator, device=device).to(pool.format.query_dtypes[0])
+    ids = torch.full((rotation.views, case.heads, rows, spec.topk), UNWRITTEN, dtype=torch.int32, device=device)
+    if isinstance(case, PrefillCase):
+        return _prefill_step(case, spec, q, caches, block_table, seq_lens, ids)
+
+    columns, shares = case.query_len * case.heads, li.plan_step(seq_lens, spec=spec)
+    gpu = device.type == "cuda"
+    workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=device) if gpu else None
+
+    def call(view: int) -> None:
+        decode_call(
+            q,
+            caches[view],
+            block_table,
+            seq_lens,
+            spec=spec,
+            query_len=case.query_len,
+            out=ids[view],
+            plan=shares,
+            workspace=workspace,
+        )
+
+    def plan() -> None:
+        li.plan_step(seq_lens, spec=spec, out=shares)
+
+    return Step(spec, q, caches, block_table, seq_lens, case.query_len, ids, call, plan)
+
+
+def _prefill_step(
+    case: PrefillCase,
+    spec: li.IndexerSpec,
+    q: torch.Tensor,
+    caches: list[li.IndexCache],
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    ids: torch.Tensor,
+) -> Step:
+    bounds = torch.tensor([0, case.tokens], dtype=torch.int32, device=q.device)
+
+    def call(view: int) -> None:
+        prefill_call(q, caches[view], block_table, bounds, seq_lens, spec=spec, out=ids[view])
+
+    query_len = math.gcd(case.tokens, CHUNK_QUERY_LEN)
+    ends = torch.arange(query_len, case.tokens + 1, query_len, dtype=torch.int32, device=q.device)
+    table = block_table.expand(len(ends), -1)
+    return Step(spec, q, caches, table, case.prefix + ends, query_len, ids, call)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark's result as text."""
+
+import statistics
+
+from lightning_indexer.bench import peers
+from lightning_indexer.bench.run import Result, Row
+from lightning_indexer.text import table
+
+
+def header(result: Result, replays: int) -> str:
+    """What the table was measured on, and what its columns are."""
+    facts, roofs = result.facts, result.roofs
+    formats = "".join(f" Index-K cache in {name}." for name in sorted({row.format for row in result.rows}))
+    held = "one step plan and the calls of all layers" if result.planned else "the calls of all layers"
+    peer = f"\n  peer      {peers.SOURCE}; x peer is ours over theirs" if _compared(result) else ""
+    software = f"driver {facts.driver}, torch {facts.torch_version}, triton {facts.triton_version}"
+    return f"""\
+{facts.device}, {software}, commit {facts.commit[:12]}, {facts.date}
+Roofs of this run: {roofs.read_tbps:.2f} TB/s read, {roofs.matrix_tflops:.0f} TFLOP/s bf16. All cases were verified.{formats}
+CUDA-graph replay on a cold cache; a graph holds {held}, each on other keys.
+
+  us        per call, median of {replays} replays; min and max of them
+  MB        index keys that must be read (decode); TFLOP: what must be computed (prefill)
+  % roof    least time by the read roof (decode) or the matrix roof (prefill) over ours{peer}
+"""
+
+
+def result_table(result: Result) -> str:
+    """One line per case; columns of the peer only where there is one."""
+    compared = bool(_compared(result))
+    heads = ["case", "layers", "us", "min", "max", _work_unit(result), "% roof"]
+    rows = [heads + (["peer us", "x peer"] if compared else [])]
+    for row in result.rows:
+        timing = row.timing
+        cells = [row.case.name, str(row.rotation.layers), f"{timing.us:.2f}", f"{timing.us_min:.2f}", f"{timing.us_max:.2f}"]
+        cells += [_work(row), f"{row.pct_roof:.1f}"]
+        if compared:
+            cells += ["-", "-"] if row.ratio is None else [f"{row.peer_us:.1f}", f"{row.ratio:.2f}"]
+        rows.append(cells)
+    return table(rows)
+
+
+def summary(result: Result) -> str:
+    """Cases without a number, then the ratio to the peer: geometric mean, worst and best case."""
+    lines = [f"FAILED, not timed: {case.op} {case.name}: {why}" for case, why in result.failures]
+    compared = _compared(result)
+    if compared:
+        worst, best = max(compared), min(compared)
+        mean = statistics.geometric_mean(ratio for ratio, _ in compared)
+        lines += [
+            f"Ours over the peer, geometric mean of {len(compared)} cases: {mean:.3f}",
+            f"Worst case: {worst[0]:.3f} ({worst[1]})",
+            f"Best case: {best[0]:.3f} ({best[1]})",
+        ]
+    else:
+        lines.append(f"No peer figures for these cases on this device (there are some of {peers.SOURCE}).")
+    return "\n".join(lines)
+
+
+def _compared(result: Result) -> list[tuple[float, str]]:
+    return [(row.ratio, row.case.name) for row in result.rows if row.ratio is not None]
+
+
+def _work_unit(result: Result) -> str:
+    return "TFLOP" if any(row.case.op == "prefill" for row in result.rows) else "MB"
+
+
+def _work(row: Row) -> str:
+    return f"{row.index_bytes / 1e6:,.1f}" if row.case.op == "decode" else f"{row.flops / 1e12:.3f}"

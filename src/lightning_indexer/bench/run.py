@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From cases to result rows: draw, verify, time, verify what was timed."""
+
+import datetime
+import importlib.metadata
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lightning_indexer as li
+from lightning_indexer.bench import peers
+from lightning_indexer.bench.cases import Case
+from lightning_indexer.bench.gate import WrongSelectionError, verify_call, verify_replays
+from lightning_indexer.bench.inputs import UNWRITTEN, Step, draw_pool, layer_pages, prepare
+from lightning_indexer.bench.roofs import Roofs
+from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation, time_step
+
+POOL_BYTES = 32 << 30
+SEED = 0
+
+Timer = Callable[[Step, Rotation], Timing]
+Progress = Callable[[str, int, int], None]  # label, cases done, cases in all
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where and of what a result was taken."""
+
+    device: str
+    driver: str
+    torch_version: str
+    triton_version: str
+    commit: str
+    date: str
+    l2_bytes: int
+
+    @classmethod
+    def read(cls, device: torch.device, commit: str | None) -> "Facts":
+        """Facts of a CUDA or HIP device; without `commit` that of the checkout that the package runs from."""
+        properties = torch.cuda.get_device_properties(device)
+        return cls(
+            device=properties.name,
+            driver=_driver(),
+            torch_version=torch.__version__,
+            triton_version=_version("triton"),
+            commit=_checked_out() if commit is None else commit,
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            l2_bytes=properties.L2_cache_size,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One timed case."""
+
+    case: Case
+    format: str
+    timing: Timing
+    rotation: Rotation
+    index_bytes: int
+    flops: int
+    roof_us: float  # the least time by the roof that binds the operator
+    peer_us: float | None
+
+    @property
+    def pct_roof(self) -> float:
+        return 100 * self.roof_us / self.timing.us
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the peer's."""
+        return None if self.peer_us is None else self.timing.us / self.peer_us
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run: its rows, and the cases without a number with the reason."""
+
+    facts: Facts
+    roofs: Roofs
+    rows: list[Row]
+    failures: list[tuple[Case, str]]
+    planned: bool  # a graph holds a step plan beside the layers' calls
+
+    def as_json(self) -> dict[str, Any]:
+        facts, roofs = self.facts, self.roofs
+        return {
+            "device": facts.device,
+            "driver": facts.driver,
+            "torch": facts.torch_version,
+            "triton": facts.triton_version,
+            "commit": facts.commit,
+            "date": facts.date,
+            "read_roof_TBps": round(roofs.read_tbps, 3),
+            "matrix_roof_TFLOPs": round(roofs.matrix_tflops, 1),
+            "rows": [_row_json(row) for row in self.rows],
+            "failures": [{"op": case.op, "heads": case.heads, **case.fields(), "error": why} for case, why in self.failures],
+        }
+
+
+def measure(
+    cases: Sequence[Case],
+    format: str,
+    device: torch.device,
+    facts: Facts,
+    roofs: Roofs,
+    protocol: Protocol,
+    progress: Progress,
+    *,
+    timer: Timer | None = None,
+    pool_bytes: int = POOL_BYTES,
+) -> Result:
+    """Verify and time each case; a case that selects wrongly gets a failure instead of a time.
+
+    Args:
+        cases: what to time, at least one.
+        format: of the index-K cache.
+        device: where.
+        facts, roofs: of this device, measured in this run.
+        protocol: replays.
+        progress: is told the case and how many are done.
+        timer: takes the time of a step; None replays graphs.
+        pool_bytes: the most that the pool of pages may take.
+    """
+    take_time = timer or (lambda step, rotation: time_step(step.call, step.plan, rotation, protocol))
+    spec = li.IndexerSpec()
+    token_bytes = li.IndexCache.empty(1, spec, format).token_bytes
+    page_bytes = spec.block_size * token_bytes
+    rotations = [
+        plan_rotation(layer_pages(case, spec), case.index_bytes(spec, token_bytes), facts.l2_bytes, pool_bytes // page_bytes)
+        for case in cases
+    ]
+    generator = torch.Generator(device).manual_seed(SEED)
+    pool = draw_pool(max(rotation.views * rotation.pages for rotation in rotations), spec, format, device, generator)
+    rows, failures, planned = [], [], False
+    for done, (case, rotation) in enumerate(zip(cases, rotations, strict=True)):
+        progress(f"{case.op} {case.name}", done, len(cases))
+        step = prepare(case, pool, rotation, generator)
+        planned = planned or step.plan is not None
+        try:
+            timing = _verified_timing(step, rotation, take_time)
+        except WrongSelectionError as error:
+            failures.append((case, str(error)))
+            continue
+        moved, flops = case.index_bytes(spec, token_bytes), case.flops(spec)
+        peer = case.peer_us() if peers.DEVICE in facts.device and format == "bf16" else None
+        rows.append(Row(case, format, timing, rotation, moved, flops, roofs.us(case.op, moved, flops), peer))
+    return Result(facts, roofs, rows, failures, planned)
+
+
+def _verified_timing(step: Step, rotation: Rotation, take_time: Timer) -> Timing:
+    """Time a step whose first and last view select rightly, outside the graphs and in them."""
+    verified = {view: verify_call(step, view) for view in (0, rotation.views - 1)}
+    step.ids.fill_(UNWRITTEN)
+    timing = take_time(step, rotation)
+    for view, ids in verified.items():
+        verify_replays(step, view, ids)
+    return timing
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    fields = {
+        "op": row.case.op,
+        "format": row.format,
+        "heads": row.case.heads,
+        **row.case.fields(),
+        "us": round(row.timing.us, 3),
+        "us_min": round(row.timing.us_min, 3),
+        "us_max": round(row.timing.us_max, 3),
+        "bytes": row.index_bytes,
+        "flops": row.flops,
+        "pct_roof": round(row.pct_roof, 2),
+        "layers": row.rotation.layers,
+    }
+    return fields if row.peer_us is None else fields | {"peer_us": row.peer_us}
+
+
+def _driver() -> str:
+    if torch.version.hip is not None:
+        return f"hip {torch.version.hip}"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return (_output(query) or ["unknown"])[0]
+
+
+def _checked_out() -> str:
+    """HEAD of the checkout whose `src/lightning_indexer` this is, else "unknown": an installed copy has no commit."""
+    package = Path(__file__).parent.parent
+    answer = _output(["git", "-C", str(package), "rev-parse", "--show-prefix", "HEAD"])
+    return answer[1] if len(answer) == 2 and answer[0] == "src/lightning_indexer/" else "unknown"
+
+
+def _output(command: list[str]) -> list[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device pieces that several kernels share: scores of a page, the K best so far, and how a selection is written."""
+
+import triton
+import triton.language as tl
+
+from lightning_indexer.kernels.key import join_keys, key_blocks, top_keys
+
+
+@triton.jit
+def nan_max(a, b):
+    """Maximum that keeps NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def load_keys(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Keys of one page as the matrix unit takes them, `[B, D]`. The one place that knows the cache format."""
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    tokens = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM)
+    return tl.load(pages_ptr + page * page_stride + tokens[:, None] * DIM + dims[None, :])
+
+
+@triton.jit
+def page_scores(keys, queries, block, lengths, BLOCK: tl.constexpr):
+    """Scores of one block: keys `[B, D]`, queries `[D, columns]`, causal lengths `[columns]` to `[columns]` float32.
+
+    Every kernel computes a score with this product and no other, so its bits are the same in all of them.
+    """
+    dots = tl.dot(keys, queries, out_dtype=tl.float32, input_precision="ieee")  # [B, columns]
+    positions = block * BLOCK + tl.arange(0, BLOCK)
+    dots = tl.where(positions[:, None] < lengths[None, :], dots, float("-inf"))
+    return tl.reduce(dots, 0, nan_max)
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, KEEP: tl.constexpr):
+    """`[ROWS, KEEP]` places for `keep_key`, all free: below every key and all different, the first the least."""
+    free = (tl.arange(0, KEEP) - KEEP).to(tl.int64)
+    return free[None, :] + tl.zeros((ROWS, KEEP), tl.int64)
+
+
+@triton.jit
+def keep_key(best, key):
+    """Put `key` `[rows]` in the place of the least of `best` `[rows, keep]` where it is larger. Unordered."""
+    least = tl.min(best, 1)
+    return tl.where(best == least[:, None], tl.maximum(best, key[:, None]), best)
+
+
+@triton.jit
+def merge_candidates(
+    keys_ptr, base, group, step, odd, lanes, width, ROWS: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr
+):
+    """First KEEP of candidates that several programs left, descending, `[ROWS, KEEP]`.
+
+    Program `i` of them left `width` candidates per row in slot `base + 2 * (group + i * step)`, the first one in the slot
+    after that if `odd`; a slot is `[ROWS, KEEP]` int64.
+    """
+    best = tl.zeros((ROWS, KEEP), tl.int64)
+    for first in range(0, lanes, LANES):
+        lane = first + tl.arange(0, LANES)
+        program = lane // width
+        slot = base + 2 * (group + program * step) + tl.where(program == 0, odd, 0)
+        offset = slot[None, :] * (ROWS * KEEP) + tl.arange(0, ROWS)[:, None] * KEEP + (lane % width)[None, :]
+        # Written by other multiprocessors: not from this one's L1.
+        found = tl.load(keys_ptr + offset, mask=(lane < lanes)[None, :], other=0, cache_modifier=".cg")
+        found = top_keys(found, KEEP)
+        if first == 0:
+            best = found
+        else:
+            best = top_keys(join_keys(best, found, ROWS, KEEP), KEEP)
+    return best
+
+
+@triton.jit
+def write_ids(
+    best,  # [ROWS, KEEP] keys, descending
+    head,  # [ROWS]
+    row,  # [ROWS]
+    request,  # [ROWS]
+    lengths,  # [ROWS] causal
+    wanted,  # [ROWS] bool
+    ids_ptr,  # [H, T, K] i32
+    ids_head_stride,
+    ids_row_stride,
+    topk,
+    attention_table_ptr,  # [R, max_blocks] i32
+    attention_table_stride,
+    table_ptr,  # [H, T, K * PARTS] i32
+    table_head_stride,
+    table_row_stride,
+    context_ptr,  # [H, T] i32
+    context_head_stride,
+    context_row_stride,
+    page_stride,
+    BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
+    HIGHER: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # attention pages per block; 0 without a sparse table
+):
+    """Write the selection, and the sparse table if there is one."""
+    lane = tl.arange(0, KEEP)
+    kept = lane[None, :] < topk
+    ids = tl.where(kept, key_blocks(best, HIGHER), -1)
+    if BY_BLOCK or PARTS > 0:
+        last = 0x7FFFFFFF
+        ascending = tl.sort(tl.where(ids < 0, last, ids), dim=1)
+        ascending = tl.where(ascending == last, -1, ascending)
+    place = ids_ptr + head[:, None] * ids_head_stride + row[:, None] * ids_row_stride + lane[None, :]
+    tl.store(place, ascending if BY_BLOCK else ids, mask=wanted[:, None] & kept)
+    if PARTS > 0:
+        chosen = ascending >= 0
+        page = tl.load(
+            attention_table_ptr + request[:, None].to(tl.int64) * attention_table_stride + ascending,
+            mask=chosen & wanted[:, None],
+            other=0,
+        )
+        held = tl.minimum(tl.maximum(lengths[:, None] - ascending * BLOCK, 0), BLOCK)
+        held = tl.sum(tl.where(chosen, held, 0), 1)
+        tl.store(context_ptr + head * context_head_stride + row * context_row_stride, held, mask=wanted)
+        place = table_ptr + head[:, None].to(tl.int64) * table_head_stride + row[:, None].to(tl.int64) * table_row_stride
+        for part in tl.static_range(PARTS):
+            entry = tl.where(chosen, page * page_stride + part, 0)
+            tl.store(place + lane[None, :] * PARTS + part, entry, mask=wanted[:, None] & kept)

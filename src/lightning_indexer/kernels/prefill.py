@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: scores and selection of ragged chunks in one launch, without a buffer of scores.
+
+A tile is COLUMNS query columns (rows x heads) of one request. It streams the request's pages, scores each for all its columns
+at once, and keeps the KEEP best keys per column in registers. Where there are too few tiles to fill the GPU, the context of
+each is split: every split leaves its candidates in scratch, and the last of a tile to arrive merges them. Nothing waits.
+
+A score is the product that decode computes, with the operands in each other's place: the sum over the head dim of an output
+element is the same chain, so the bits are decode's.
+
+Grid `(tiles, splits, head tiles)`, the last rows first, as they see most. Bytes: each visible page once per tile and split.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_indexer.kernels.common import keep_key, load_keys, nan_max, no_keys, write_ids
+from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
+
+REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
+MERGE_COLUMNS = tl.constexpr(16)  # columns merged at once
+
+
+@triton.jit
+def tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile):
+    """The request of a row tile, the tiles before that request, and all tiles."""
+    request_found = 0
+    before = 0
+    total = 0
+    for first in range(0, requests, REQUESTS):
+        request = first + tl.arange(0, REQUESTS)
+        inside = request < requests
+        start = tl.load(cu_seqlens_ptr + request, mask=inside, other=0).to(tl.int32)
+        end = tl.load(cu_seqlens_ptr + request + 1, mask=inside, other=0).to(tl.int32)
+        upto = total + tl.cumsum((end - start + rows_per_tile - 1) // rows_per_tile, 0)
+        passed = inside & (upto <= tile)
+        request_found += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, upto, 0)))
+        total = tl.max(upto)
+    return request_found, before, total
+
+
+@triton.jit
+def keep_page(
+    best, queries, lengths, visible, block, page, pages_ptr, page_stride, num_pages, init_blocks, local_blocks,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, HIGHER: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Score one block for all columns and keep its keys. queries `[columns, D]`; not MASKED if all rows see all of it."""
+    keys = load_keys(pages_ptr, page, page_stride, num_pages, BLOCK, DIM)
+    dots = tl.dot(queries, tl.trans(keys), out_dtype=tl.float32, input_precision="ieee")  # [columns, B]
+    if MASKED:
+        positions = block * BLOCK + tl.arange(0, BLOCK)
+        dots = tl.where(positions[None, :] < lengths[:, None], dots, float("-inf"))
+    scores = tl.reduce(dots, 1, nan_max)
+    return keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "rows",
+        "longest",
+        "heads",
+        "heads_per_tile",
+        "topk",
+        "init_blocks",
+        "local_blocks",
+        "num_pages",
+        "q_row_stride",
+        "q_head_stride",
+        "page_stride",
+        "block_table_stride",
+        "out_head_stride",
+        "out_row_stride",
+    ],
+    do_not_specialize_on_alignment=["block_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
+)
+def prefill_kernel(
+    q_ptr,  # [T, H, D]
+    pages_ptr,  # [pages, B, D]
+    block_table_ptr,  # [R, max_blocks] i32
+    cu_seqlens_ptr,  # [R + 1] i32 or i64
+    seq_lens_ptr,  # [R] i32
+    out_ptr,  # [H, T, K] i32
+    keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64 scratch, with more than one split
+    arrived_ptr,  # [head tiles, tiles] i32 scratch, zero
+    requests,
+    rows,
+    longest,  # tokens; a length past it counts as it
+    heads,
+    heads_per_tile,
+    topk,
+    init_blocks,
+    local_blocks,
+    num_pages,
+    q_row_stride,  # these three in units of 8 elements, so that the compiler knows that 16-byte loads are aligned
+    q_head_stride,
+    page_stride,
+    block_table_stride,
+    out_head_stride,
+    out_row_stride,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr,
+    LANES: tl.constexpr,  # candidates of a column merged at once
+    HIGHER: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """See the module. Column `i` of a tile is row `i // heads_per_tile`, head `i % heads_per_tile` of the head tile."""
+    tiles = tl.num_programs(0)
+    tile = tiles - 1 - tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    head_tile = tl.program_id(2)
+    q_row_stride *= 8
+    q_head_stride *= 8
+    page_stride = page_stride.to(tl.int64) * 8
+    rows_per_tile = COLUMNS // heads_per_tile
+    request, before, used = tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile)
+
+    column = tl.arange(0, COLUMNS)
+    head = head_tile * heads_per_tile + column % heads_per_tile
+    lane = tl.arange(0, KEEP)
+    dims = tl.arange(0, DIM)
+    in_tile = (column < rows_per_tile * heads_per_tile) & (head < heads)
+    if tile >= used:
+        # Rows behind the last chunk.
+        first_row = tl.load(cu_seqlens_ptr + requests).to(tl.int32) + (tile - used) * rows_per_tile
+        row = first_row + column // heads_per_tile
+        wanted = in_tile & (row < rows)
+        if split == 0:
+            place = out_ptr + head[:, None].to(tl.int64) * out_head_stride + row[:, None].to(tl.int64) * out_row_stride
+            nothing = tl.full((COLUMNS, KEEP), -1, tl.int32)
+            tl.store(place + lane[None, :], nothing, mask=wanted[:, None] & (lane < topk)[None, :])
+        return
+
+    start = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    chunk = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - start
+    first_row = (tile - before) * rows_per_tile  # of the chunk
+    chunk_row = first_row + column // heads_per_tile
+    row = start + chunk_row
+    wanted = in_tile & (chunk_row < chunk) & (row < rows)
+    context = tl.minimum(tl.load(seq_lens_ptr + request), longest) - chunk
+    lengths = tl.maximum(context + chunk_row + 1, 0)
+    visible = tl.where(wanted, (lengths + BLOCK - 1) // BLOCK, 0)
+    blocks = (tl.maximum(context + tl.minimum(first_row + rows_per_tile, chunk), 0) + BLOCK - 1) // BLOCK
+    first = split * blocks // splits
+    last = (split + 1) * blocks // splits
+    whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
+    queries = tl.load(
+        q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + dims[None, :],
+        mask=wanted[:, None],
+        other=0.0,
+    )  # [COLUMNS, D]
+    table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
+    best = no_keys(COLUMNS, KEEP)
+    # One page id ahead, so that its load is never waited for.
+    next_page = tl.load(table_row + first, mask=first < last, other=0)
+    for block in tl.range(first, whole, num_stages=STAGES):
+        page = next_page
+        next_page = tl.load(table_row + tl.minimum(block + 1, last - 1))
+        best = keep_page(
+            best, queries, lengths, visible, block, page, pages_ptr, page_stride, num_pages, init_blocks, local_blocks,
+            BLOCK, DIM, HIGHER, False,
+        )  # fmt: skip
+    for block in tl.range(whole, last, num_stages=1):
+        page = tl.load(table_row + block)
+        best = keep_page(
+            best, queries, lengths, visible, block, page, pages_ptr, page_stride, num_pages, init_blocks, local_blocks,
+            BLOCK, DIM, HIGHER, True,
+        )  # fmt: skip
+    best = tl.maximum(best, 0)
+
+    if SPLIT:
+        number = head_tile * tiles + tile
+        keys_ptr += number.to(tl.int64) * splits * (COLUMNS * KEEP)
+        tl.store(keys_ptr + split * (COLUMNS * KEEP) + column[:, None] * KEEP + lane[None, :], best)
+        tl.debug_barrier()  # all of the program's candidates before its arrival
+        if tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.debug_barrier()
+            for some in range(0, COLUMNS, MERGE_COLUMNS):
+                few = some + tl.arange(0, MERGE_COLUMNS)
+                merged = tl.zeros((MERGE_COLUMNS, KEEP), tl.int64)
+                for from_lane in range(0, splits * KEEP, LANES):
+                    candidate = from_lane + tl.arange(0, LANES)
+                    offset = (candidate // KEEP * (COLUMNS * KEEP) + candidate % KEEP)[None, :] + few[:, None] * KEEP
+                    # Written by other multiprocessors: not from this one's L1.
+                    inside = (candidate < splits * KEEP)[None, :]
+                    found = tl.load(keys_ptr + offset, mask=inside, other=0, cache_modifier=".cg")
+                    merged = top_keys(join_keys(merged, top_keys(found, KEEP), MERGE_COLUMNS, KEEP), KEEP)
+                few_head = head_tile * heads_per_tile + few % heads_per_tile
+                few_row = first_row + few // heads_per_tile
+                few_wanted = (few < rows_per_tile * heads_per_tile) & (few_head < heads) & (few_row < chunk)
+                write_ids(
+                    merged, few_head, start + few_row, few_row, few_row, few_wanted & (start + few_row < rows),
+                    out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+                    BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+                )  # fmt: skip
+    else:
+        write_ids(
+            top_keys(best, KEEP), head, row, row, lengths, wanted,
+            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+        )  # fmt: skip
