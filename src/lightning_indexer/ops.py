@@ -214,7 +214,7 @@ def decode(
     rows, heads, _ = q.shape
     check_sparse_table(sparse_table, spec, seq_lens, heads, rows, q.device)
     if plan is not None:
-        plan.check(spec, Shard())
+        plan.check(spec, Shard(), seq_lens.shape[0])
     if workspace is not None:
         workspace.check(spec, seq_lens.shape[0], query_len * heads, q.device)
     out = check_ids_out(out, heads, rows, spec, q.device)
@@ -253,14 +253,15 @@ def plan_step(
     shard = check_shard(shard)
     check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
     device = seq_lens.device
+    block_size, requests = check_spec(spec).block_size, seq_lens.shape[0]
     if backend_of(device) is torch_backend:
-        return StepPlan(None, shard, check_spec(spec).block_size)
-    if out is None or out.shares is None:
-        programs = decode_programs(device_facts(device))
-        out = StepPlan(torch.empty(programs + 1, 4, dtype=torch.int32, device=device), shard, check_spec(spec).block_size)
-    out.check(spec, shard)
+        return StepPlan(None, None, shard, block_size)
+    if out is None:
+        shares = torch.empty(decode_programs(device_facts(device)), 4, dtype=torch.int32, device=device)
+        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size)
+    out.check(spec, shard, requests)
     longest = torch.iinfo(torch.int32).max if max_seq_len is None else max_seq_len
-    backend_of(device).plan_step(seq_lens, spec, longest, shard, out.shares)
+    backend_of(device).plan_step(seq_lens, spec, longest, shard, out)
     return out
 
 

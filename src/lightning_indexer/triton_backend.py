@@ -16,11 +16,11 @@ from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two
 
 ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype
-MAX_MERGE_LANES = 128
+CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
 PREFILL_KEYS = 4096  # keys that a prefill tile holds in registers
 PREFILL_SCRATCH = 48 << 20  # bytes, at any size
-MIN_SPLIT_BLOCKS = 8  # blocks of context that are worth a split
-MERGE_TILE = 2048  # candidates of all columns that one program sorts at once; more spill
+MIN_SPLIT_BLOCKS = 4  # blocks of context that are worth a split
+MERGE_COLUMNS = 4  # of a prefill tile that one program merges
 
 
 def check_aligned(argument: str, tensor: torch.Tensor) -> None:
@@ -30,11 +30,20 @@ def check_aligned(argument: str, tensor: torch.Tensor) -> None:
     require(fits, argument, "address and strides that are multiples of 16 bytes", f"strides {tuple(tensor.stride())}")
 
 
-def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, shares: torch.Tensor) -> None:
-    """Every program's share of a step into `shares`."""
-    programs = shares.shape[0] - 1
-    decode_kernels.plan_kernel[(programs + 1,)](
-        shares, seq_lens, len(seq_lens), longest, shard.rank, shard.world, programs, BLOCK=spec.block_size
+def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, plan: StepPlan) -> None:
+    """Every program's share of a step, and the pages before each request, into `plan`."""
+    assert plan.shares is not None
+    programs = len(plan.shares)
+    decode_kernels.plan_kernel[(programs + len(seq_lens) + 1,)](
+        plan.shares,
+        plan.before,
+        seq_lens,
+        len(seq_lens),
+        longest,
+        shard.rank,
+        shard.world,
+        programs,
+        BLOCK=spec.block_size,
     )
 
 
@@ -50,8 +59,7 @@ def score_blocks(
     out: torch.Tensor,
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
-    launch = _Launch(q, cache, block_table, seq_lens, spec, query_len, longest, shard, None, None)
-    launch.run(out, "scores", "score", None)
+    _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, shard, None, None).score(out)
 
 
 def decode(
@@ -68,9 +76,10 @@ def decode(
     plan: StepPlan | None,
     workspace: Workspace | None,
 ) -> None:
-    """Ids of decode rows over the whole context into `out` `[H, T, K]`, in one launch."""
-    launch = _Launch(q, cache, block_table, seq_lens, spec, query_len, longest, Shard(), plan, workspace)
-    launch.run(out, "ids", order, sparse_table)
+    """Ids of decode rows over the whole context into `out` `[H, T, K]`."""
+    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, Shard(), plan, workspace)
+    step.score(None)
+    step.select(out, order, sparse_table)
 
 
 def decode_keys(
@@ -83,10 +92,11 @@ def decode_keys(
     longest: int,
     shard: Shard,
 ) -> torch.Tensor:
-    """Decode candidates of a shard, `[H, T, K]` int64, in one launch."""
+    """Decode candidates of a shard, `[H, T, K]` int64."""
     keys = torch.empty(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
-    launch = _Launch(q, cache, block_table, seq_lens, spec, query_len, longest, shard, None, None)
-    launch.run(keys, "keys", "score", None)
+    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, shard, None, None)
+    step.score(None)
+    step.select(keys, "score", None)
     return keys
 
 
@@ -152,8 +162,8 @@ def merge_keys(
         )
 
 
-class _Launch:
-    """One launch of the decode kernel, whatever it returns."""
+class _Decode:
+    """The two launches of a decode call."""
 
     def __init__(
         self,
@@ -172,61 +182,88 @@ class _Launch:
         check_aligned("cache", cache.data)
         self.q, self.cache, self.block_table, self.seq_lens = q, cache, block_table, seq_lens
         self.spec, self.query_len, self.longest, self.shard = spec, query_len, longest, shard
-        self.plan = plan
-        self.tiling = DecodeTiling.of(spec, query_len, q.shape[1])
+        self.requests, self.heads = len(seq_lens), q.shape[1]
+        self.plan = plan if plan is not None and plan.shares is not None else None
+        self.tiling = DecodeTiling.of(spec, query_len, self.heads)
+        self.policy = decode_policy(device_facts(q.device), cache.page_bytes)
+        if workspace is None:
+            columns = max(1, query_len * self.heads)
+            workspace = Workspace(spec, max_requests=max(1, self.requests), max_columns=columns, device=q.device)
         self.workspace = workspace
 
-    def run(self, out: torch.Tensor, output: str, order: str, sparse_table: SparseTable | None) -> None:
-        rows, heads, dim = self.q.shape
-        spec, tiling, requests = self.spec, self.tiling, len(self.seq_lens)
-        if not rows:
+    def score(self, scores: torch.Tensor | None) -> None:
+        """Candidates into the workspace, or scores."""
+        q, spec, tiling = self.q, self.spec, self.tiling
+        if not self.requests:
             return
-        workspace = self.workspace
-        if workspace is None:
-            columns = self.query_len * heads
-            workspace = Workspace(spec, max_requests=max(1, requests), max_columns=columns, device=self.q.device)
-        policy = decode_policy(device_facts(self.q.device), self.cache.page_bytes)
-        shares = None if self.plan is None else self.plan.shares
-        decode_kernels.decode_kernel[(workspace.programs, tiling.tiles)](
-            self.q,
+        decode_kernels.score_kernel[(self.workspace.programs, tiling.tiles)](
+            q,
             self.cache.data,
             self.block_table,
             self.seq_lens,
-            self.seq_lens if shares is None else shares,
-            out,
-            workspace.keys,
-            workspace.arrived,
-            *_table_pointers(sparse_table, self.seq_lens),
-            requests,
-            rows,
+            self.seq_lens if self.plan is None else self.plan.shares,
+            self.workspace.keys,
+            self.workspace.keys if scores is None else scores,
+            self.requests,
             self.longest,
             self.query_len,
-            heads,
-            spec.topk,
+            self.heads,
             spec.init_blocks,
             spec.local_blocks,
             self.shard.rank,
             self.shard.world,
             self.cache.num_pages,
-            self.q.stride(0) // ALIGNED,
-            self.q.stride(1) // ALIGNED,
+            q.stride(0) // ALIGNED,
+            q.stride(1) // ALIGNED,
             self.cache.data.stride(0) // ALIGNED,
             self.block_table.stride(0),
+            *((0, 0) if scores is None else scores.stride()[:2]),
+            BLOCK=spec.block_size,
+            DIM=spec.head_dim,
+            COLUMNS=tiling.columns,
+            KEEP=tiling.keep,
+            HIGHER=spec.tie_break == "higher",
+            SCORES=scores is not None,
+            PLANNED=self.plan is not None,
+            PDL=self.policy.pdl,
+            STAGES=self.policy.num_stages,
+            **self.policy.options(),
+        )
+
+    def select(self, out: torch.Tensor, order: str, sparse_table: SparseTable | None) -> None:
+        """Ids, or keys where `out` is int64, from the workspace's candidates."""
+        rows, spec, tiling = self.q.shape[0], self.spec, self.tiling
+        if not rows:
+            return
+        decode_kernels.select_kernel[(rows, self.heads)](
+            self.workspace.keys,
+            self.seq_lens,
+            self.seq_lens if self.plan is None else self.plan.before,
+            out,
+            *_table_pointers(sparse_table, self.seq_lens),
+            self.requests,
+            self.longest,
+            self.query_len,
+            self.heads,
+            spec.topk,
+            self.shard.rank,
+            self.shard.world,
+            self.workspace.programs,
             *out.stride()[:2],
             *_table_strides(sparse_table),
             BLOCK=spec.block_size,
-            DIM=dim,
             COLUMNS=tiling.columns,
             KEEP=tiling.keep,
-            LANES=max(2 * tiling.keep, min(MAX_MERGE_LANES, MERGE_TILE // tiling.columns)),
+            FEW=CANDIDATES[0],
+            MANY=CANDIDATES[1],
+            MOST=CANDIDATES[2],
             HIGHER=spec.tie_break == "higher",
             BY_BLOCK=order == "block",
             PARTS=_parts(sparse_table, spec),
-            OUTPUT=output,
-            PLANNED=shares is not None,
-            PDL=policy.pdl,
-            STAGES=policy.num_stages,
-            **policy.options(),
+            KEYS=out.dtype == torch.int64,
+            PLANNED=self.plan is not None,
+            PDL=self.policy.pdl and self.requests > 0,
+            **self.policy.select_options(),
         )
 
 
@@ -261,7 +298,7 @@ def prefill(
     order: str,
     out: torch.Tensor,
 ) -> None:
-    """Ids of ragged chunks into `out` `[H, T, K]`, in one launch; rows outside every chunk get -1."""
+    """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
     check_aligned("q", q)
     check_aligned("cache", cache.data)
     rows, heads, dim = q.shape
@@ -278,9 +315,18 @@ def prefill(
     blocks = -(-longest // spec.block_size)
     fitting = PREFILL_SCRATCH // (tiles * head_tiles * columns * keep * 8)
     splits = max(1, min(-(-policy.programs // busy), blocks // MIN_SPLIT_BLOCKS, fitting))
-    size = tiles * head_tiles if splits > 1 else 0
-    keys = torch.empty(size * splits * columns * keep, dtype=torch.int64, device=q.device)
-    arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
+    keys = out
+    if splits > 1:
+        keys = torch.empty(head_tiles, tiles, splits, columns, keep, dtype=torch.int64, device=q.device)
+    shape = (requests, rows, longest, heads, heads_per_tile, spec.topk)
+    constants = {
+        "BLOCK": spec.block_size,
+        "COLUMNS": columns,
+        "KEEP": keep,
+        "HIGHER": spec.tie_break == "higher",
+        "BY_BLOCK": order == "block",
+        "MIN_BLOCKS": MIN_SPLIT_BLOCKS,
+    }
     prefill_kernels.prefill_kernel[(tiles, splits, head_tiles)](
         q,
         cache.data,
@@ -288,14 +334,8 @@ def prefill(
         cu_seqlens_q,
         seq_lens,
         out,
-        keys if size else out,
-        arrived if size else out,
-        requests,
-        rows,
-        longest,
-        heads,
-        heads_per_tile,
-        spec.topk,
+        keys,
+        *shape,
         spec.init_blocks,
         spec.local_blocks,
         cache.num_pages,
@@ -304,14 +344,24 @@ def prefill(
         cache.data.stride(0) // ALIGNED,
         block_table.stride(0),
         *out.stride()[:2],
-        BLOCK=spec.block_size,
         DIM=dim,
-        COLUMNS=columns,
-        KEEP=keep,
-        LANES=max(keep, 64),
-        HIGHER=spec.tie_break == "higher",
-        BY_BLOCK=order == "block",
-        SPLIT=splits > 1,
         STAGES=policy.num_stages,
+        PDL=policy.pdl,
+        **constants,
         **policy.options(),
     )
+    if splits > 1:
+        prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS, head_tiles)](
+            cu_seqlens_q,
+            seq_lens,
+            out,
+            keys,
+            *shape,
+            splits,
+            *out.stride()[:2],
+            FEW=MERGE_COLUMNS,
+            LANES=256,
+            **constants,
+            PDL=policy.pdl,
+            **policy.merge_options(),
+        )

@@ -36,8 +36,7 @@ class DecodeTiling:
 class Workspace:
     """Scratch of decode calls on one GPU: with it and `out` a call allocates nothing.
 
-    Calls that may overlap (other streams, other micro-batches) need one each. What a call leaves in it the next does not need;
-    its counters are zero between calls.
+    Calls that may overlap (other streams, other micro-batches) need one each. A call needs nothing that another left in it.
 
     Args:
         spec: geometry; K and B matter here.
@@ -57,10 +56,8 @@ class Workspace:
         self.max_requests = max_requests
         self.max_columns = max_columns
         tilings = [DecodeTiling.of(spec, 1, columns) for columns in range(1, max_columns + 1)]
-        slots = max(tiling.tiles * tiling.columns * tiling.keep for tiling in tilings)
-        tiles = max(tiling.tiles for tiling in tilings)
-        self.keys = torch.empty(4 * self.programs * slots, dtype=torch.int64, device=self.device)
-        self.arrived = torch.zeros(tiles * (max_requests + 2 * self.programs), dtype=torch.int32, device=self.device)
+        slot = max(tiling.tiles * tiling.columns * tiling.keep for tiling in tilings)
+        self.keys = torch.empty((self.programs + max_requests) * slot, dtype=torch.int64, device=self.device)
         self.topk = spec.topk
 
     def check(self, spec: IndexerSpec, requests: int, columns: int, device: torch.device) -> None:
@@ -76,15 +73,24 @@ class Workspace:
 class StepPlan:
     """What depends on a step's lengths only: made once per step by `plan_step`, used by `decode` in every layer.
 
-    `shares` `[programs + 1, 4]` int32 on the GPU: each program's first page, its end, the request it begins in, and the pages
-    before that request; the last row holds all pages. None on the CPU, where there is nothing to plan.
+    On the CPU there is nothing to plan, and both tensors are None.
+
+    Args:
+        shares: `[programs, 4]` int32 on the GPU: each program's first page, its end, the request it begins in, and the pages
+            before that request.
+        before: `[R + 1]` int32: pages before each request, then all pages.
+        shard: whose blocks were counted.
+        block_size: B.
     """
 
     shares: torch.Tensor | None
+    before: torch.Tensor | None
     shard: Shard
     block_size: int
 
-    def check(self, spec: IndexerSpec, shard: Shard) -> None:
-        """Raise ValueError unless made for this geometry and shard."""
+    def check(self, spec: IndexerSpec, shard: Shard, requests: int) -> None:
+        """Raise ValueError unless made for this geometry, shard and number of requests."""
         same = self.shard == shard and self.block_size == spec.block_size
         require(same, "plan", f"one for {shard}, block_size {spec.block_size}", f"{self.shard}, {self.block_size}")
+        made_for = requests if self.before is None else len(self.before) - 1
+        require(made_for == requests, "plan", f"one for {requests} requests", f"one for {made_for}")

@@ -49,27 +49,27 @@ def keep_key(best, key):
 
 
 @triton.jit
-def merge_candidates(
-    keys_ptr, base, group, step, odd, lanes, width, ROWS: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr
-):
-    """First KEEP of candidates that several programs left, descending, `[ROWS, KEEP]`.
+def candidates(source, lane, count, width, stride):
+    """Candidates `lane` of `count`, 0 past them: `width` of them lie together, the next ones `stride` further."""
+    # Few enough to be in the L2, and written by other multiprocessors: not from this one's L1.
+    return tl.load(source + (lane // width) * stride + lane % width, mask=lane < count, other=0, cache_modifier=".cg")
 
-    Program `i` of them left `width` candidates per row in slot `base + 2 * (group + i * step)`, the first one in the slot
-    after that if `odd`; a slot is `[ROWS, KEEP]` int64.
+
+@triton.jit
+def top_of(source, count, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
+    """First KEEP of `count` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
+
+    One sort of the least of the three sizes that holds them; past MOST one after the other.
     """
-    best = tl.zeros((ROWS, KEEP), tl.int64)
-    for first in range(0, lanes, LANES):
-        lane = first + tl.arange(0, LANES)
-        program = lane // width
-        slot = base + 2 * (group + program * step) + tl.where(program == 0, odd, 0)
-        offset = slot[None, :] * (ROWS * KEEP) + tl.arange(0, ROWS)[:, None] * KEEP + (lane % width)[None, :]
-        # Written by other multiprocessors: not from this one's L1.
-        found = tl.load(keys_ptr + offset, mask=(lane < lanes)[None, :], other=0, cache_modifier=".cg")
-        found = top_keys(found, KEEP)
-        if first == 0:
-            best = found
-        else:
-            best = top_keys(join_keys(best, found, ROWS, KEEP), KEEP)
+    if count <= FEW:
+        best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
+    elif count <= MANY:
+        best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
+    else:
+        best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
+        for first in range(MOST, count, MOST):
+            found = candidates(source, first + tl.arange(0, MOST), count, width, stride)
+            best = top_keys(join_keys(best, top_keys(found[None, :], KEEP), 1, KEEP), KEEP)
     return best
 
 

@@ -1,33 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode in one launch: score the blocks of all requests and select, spread evenly over the GPU.
+"""Decode: score the blocks of all requests, spread evenly over the GPU, then select, one program per row and head.
 
 Work is counted in pages. The pages of all requests, one request behind the other, are cut into as many equal runs as there
-are programs (a *share* each), so lengths that differ by any factor keep every program busy to the end. A program walks its
-share: for each request in it (a *segment*) it streams pages, scores them for all query columns of the request, and keeps the
-KEEP best keys per column in registers.
+are programs (a *share* each), so lengths that differ by any factor keep every program busy to the end. A program of
+`score_kernel` walks its share: for each request in it (a *segment*) it streams pages, scores them for all query columns of the
+request, and keeps the KEEP best keys per column in registers, which it leaves in scratch at the segment's end. A program of
+`select_kernel` merges what the segments of its row's request left. The key order is total, so neither the cut nor the
+order of arrival can change a result.
 
-Selection. A segment that is a whole request is sorted and written at once. Of a request cut into several segments each
-program leaves its candidates in scratch and counts itself in; the last to arrive merges. If there are more candidates than
-one merge takes, programs arrive in groups first, and the groups' survivors are merged the same way. No program ever waits
-for another, so any grid is free of deadlock. The key order is total, so arrival order cannot change a result.
+Nothing waits for anything within a launch. On GPUs with programmatic dependent launch the second kernel is on the GPU while
+the first still runs. A step plan (`plan_kernel`) saves both from finding shares and requests in every layer.
 
-Steps, grid `(programs, column tiles)`: share -> segments -> (arrive, merge) -> write. Counters return to zero by themselves.
-Bytes: each visible page once per column tile; scratch is a few hundred KB, L2-resident.
+Grid `(programs, column tiles)`, then `(T, H)`. Bytes: each visible page once per column tile; scratch is a few hundred KB and
+stays in the L2.
 """
 
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import (
-    keep_key,
-    load_keys,
-    merge_candidates,
-    nan_max,
-    no_keys,
-    page_scores,
-    write_ids,
-)
-from lightning_indexer.kernels.key import pack_keys, top_keys
+from lightning_indexer.kernels.common import keep_key, load_keys, nan_max, no_keys, page_scores, top_of, write_ids
+from lightning_indexer.kernels.key import pack_keys
 
 LENGTHS = tl.constexpr(128)  # lengths looked at at once
 
@@ -37,17 +29,6 @@ def owned_blocks(length, longest, rank, world, BLOCK: tl.constexpr):
     """Blocks of a request that this rank owns, from its length, which counts as at most `longest`."""
     visible = (tl.minimum(tl.maximum(length, 0), longest) + BLOCK - 1) // BLOCK
     return (visible - rank + world - 1) // world
-
-
-@triton.jit
-def all_pages(seq_lens_ptr, requests, longest, rank, world, BLOCK: tl.constexpr):
-    """Pages of all requests."""
-    total = 0
-    for first in range(0, requests, LENGTHS):
-        request = first + tl.arange(0, LENGTHS)
-        length = tl.load(seq_lens_ptr + request, mask=request < requests, other=0)
-        total += tl.sum(tl.where(request < requests, owned_blocks(length, longest, rank, world, BLOCK), 0))
-    return total
 
 
 @triton.jit
@@ -80,12 +61,24 @@ def request_of(page, seq_lens_ptr, requests, longest, rank, world, BLOCK: tl.con
     return request_found, before
 
 
+@triton.jit
+def pages_before(request, seq_lens_ptr, longest, rank, world, BLOCK: tl.constexpr):
+    """Pages of all requests before one."""
+    before = 0
+    for first in range(0, request, LENGTHS):
+        other = first + tl.arange(0, LENGTHS)
+        length = tl.load(seq_lens_ptr + other, mask=other < request, other=0)
+        before += tl.sum(tl.where(other < request, owned_blocks(length, longest, rank, world, BLOCK), 0))
+    return before
+
+
 @triton.jit(
     do_not_specialize=["requests", "longest", "rank", "world", "programs"],
-    do_not_specialize_on_alignment=["plan_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
 )
 def plan_kernel(
-    plan_ptr,  # [programs + 1, 4] i32: first page, end, request, pages before the request; the last row: all pages
+    shares_ptr,  # [programs, 4] i32: first page, end, request, pages before the request
+    before_ptr,  # [R + 1] i32: pages before each request, and all pages
     seq_lens_ptr,  # [R] i32
     requests,
     longest,
@@ -94,9 +87,13 @@ def plan_kernel(
     programs,
     BLOCK: tl.constexpr,
 ):
-    """What depends on lengths only: each program's share and the request that it begins in. Grid `(programs + 1,)`."""
+    """What depends on lengths only. Grid `(programs + R + 1,)`."""
     program = tl.program_id(0)
-    total = all_pages(seq_lens_ptr, requests, longest, rank, world, BLOCK)
+    if program >= programs:
+        request = program - programs
+        tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, longest, rank, world, BLOCK))
+        return
+    total = pages_before(requests, seq_lens_ptr, longest, rank, world, BLOCK)
     used = tl.minimum(programs, total)
     start = total
     end = total
@@ -106,7 +103,7 @@ def plan_kernel(
         start = share_start(program, total, used)
         end = share_start(program + 1, total, used)
         request, before = request_of(start, seq_lens_ptr, requests, longest, rank, world, BLOCK)
-    row = plan_ptr + program * 4
+    row = shares_ptr + program * 4
     tl.store(row, start)
     tl.store(row + 1, end)
     tl.store(row + 2, request)
@@ -116,57 +113,35 @@ def plan_kernel(
 @triton.jit(
     do_not_specialize=[
         "requests",
-        "rows",
         "longest",
         "query_len",
         "heads",
-        "topk",
         "init_blocks",
         "local_blocks",
         "rank",
         "world",
         "num_pages",
-        "page_stride",
         "q_row_stride",
         "q_head_stride",
+        "page_stride",
         "block_table_stride",
-        "out_head_stride",
-        "out_row_stride",
-        "attention_table_stride",
-        "table_head_stride",
-        "table_row_stride",
-        "context_head_stride",
-        "context_row_stride",
-        "attention_page_stride",
+        "scores_head_stride",
+        "scores_row_stride",
     ],
-    do_not_specialize_on_alignment=[
-        "block_table_ptr",
-        "seq_lens_ptr",
-        "plan_ptr",
-        "out_ptr",
-        "attention_table_ptr",
-        "table_ptr",
-        "context_ptr",
-    ],
+    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr", "shares_ptr", "scores_ptr"],
 )
-def decode_kernel(
+def score_kernel(
     q_ptr,  # [T, H, D]
     pages_ptr,  # [pages, B, D]
     block_table_ptr,  # [R, max_blocks] i32
     seq_lens_ptr,  # [R] i32
-    plan_ptr,  # [programs + 1, 4] i32, of plan_kernel
-    out_ptr,  # OUTPUT "ids": [H, T, K] i32; "keys": [H, T, K] i64; "scores": [H, T, L] f32
-    keys_ptr,  # [tiles, 4 * programs, COLUMNS, KEEP] i64 scratch: two slots per program, then two per group's first program
-    arrived_ptr,  # [tiles, R + 2 * programs] i32 scratch, zero
-    attention_table_ptr,  # [R, max_blocks] i32
-    table_ptr,  # [H, T, K * PARTS] i32
-    context_ptr,  # [H, T] i32
+    shares_ptr,  # [programs, 4] i32, of plan_kernel
+    keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64: candidates of each segment
+    scores_ptr,  # [H, T, L] f32
     requests,
-    rows,
     longest,  # tokens; a length past it counts as it
     query_len,
     heads,
-    topk,
     init_blocks,
     local_blocks,
     rank,
@@ -176,28 +151,19 @@ def decode_kernel(
     q_head_stride,
     page_stride,
     block_table_stride,
-    out_head_stride,
-    out_row_stride,
-    attention_table_stride,
-    table_head_stride,
-    table_row_stride,
-    context_head_stride,
-    context_row_stride,
-    attention_page_stride,
+    scores_head_stride,
+    scores_row_stride,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # query columns of a request in one tile: rows x heads, up to a power of two
     KEEP: tl.constexpr,  # K up to a power of two
-    LANES: tl.constexpr,  # candidates merged at once
     HIGHER: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OUTPUT: tl.constexpr,
+    SCORES: tl.constexpr,  # write scores, and no candidates
     PLANNED: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """See the module. Column `i` of a request is query row `i // H`, head `i % H`."""
+    """Candidates of every segment, or scores. Column `i` of a request is query row `i // H`, head `i % H`."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tile = tl.program_id(1)
@@ -209,19 +175,17 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if PLANNED:
-        total = tl.load(plan_ptr + programs * 4)
-        used = tl.minimum(programs, total)
-        page = tl.load(plan_ptr + program * 4)
-        end = tl.load(plan_ptr + program * 4 + 1)
-        request = tl.load(plan_ptr + program * 4 + 2)
-        before = tl.load(plan_ptr + program * 4 + 3)
+        page = tl.load(shares_ptr + program * 4)
+        end = tl.load(shares_ptr + program * 4 + 1)
+        request = tl.load(shares_ptr + program * 4 + 2)
+        before = tl.load(shares_ptr + program * 4 + 3)
     else:
-        total = all_pages(seq_lens_ptr, requests, longest, rank, world, BLOCK)
+        total = pages_before(requests, seq_lens_ptr, longest, rank, world, BLOCK)
         used = tl.minimum(programs, total)
         page = total
         end = total
-        request = 0
-        before = 0
+        request = program * 0
+        before = program * 0
         if program < used:
             page = share_start(program, total, used)
             end = share_start(program + 1, total, used)
@@ -235,11 +199,9 @@ def decode_kernel(
     token = column // heads
     head = column % heads
     dims = tl.arange(0, DIM)
-    lane = tl.arange(0, KEEP)
-    local = tl.arange(0, COLUMNS)
-    keys_ptr += tile * 4 * programs * COLUMNS * KEEP
-    arrived_ptr += tile * (requests + 2 * programs)
-    width = tl.minimum(KEEP, (total + used - 1) // tl.maximum(used, 1))  # most candidates that a segment can have
+    slot_places = tl.arange(0, COLUMNS)[:, None] * KEEP + tl.arange(0, KEEP)[None, :]
+    # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
+    keys_ptr += (tile * (programs + requests) + program).to(tl.int64) * (COLUMNS * KEEP)
 
     while page < end:
         length = tl.minimum(tl.load(seq_lens_ptr + request), longest)
@@ -248,6 +210,8 @@ def decode_kernel(
             first = page - before
             last = tl.minimum(end - before, pages)
             table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
+            # One page id ahead, so that its load is never waited for.
+            next_page = tl.load(table_row + first * world + rank)
             q_row = (request * query_len + wide // heads).to(tl.int64)
             queries = tl.load(
                 q_ptr + q_row[None, :] * q_row_stride + (wide % heads)[None, :] * q_head_stride + dims[:, None],
@@ -258,8 +222,6 @@ def decode_kernel(
             lengths = tl.maximum(length - query_len + token + 1, 0)
             visible = tl.where(wanted, (lengths + BLOCK - 1) // BLOCK, 0)
             best = no_keys(COLUMNS, KEEP)
-            # One page id ahead, so that its load is never waited for.
-            next_page = tl.load(table_row + first * world + rank)
             for index in tl.range(first, last, num_stages=STAGES):
                 block = index * world + rank
                 this_page = next_page
@@ -268,112 +230,145 @@ def decode_kernel(
                 scores = page_scores(keys, queries, block, wide_lengths, BLOCK)
                 if SPREAD > 1:
                     scores = tl.reduce(tl.reshape(scores, (COLUMNS, SPREAD)), 1, nan_max)
-                if OUTPUT == "scores":
+                if SCORES:
                     row = (request * query_len + token).to(tl.int64)
-                    place = out_ptr + head.to(tl.int64) * out_head_stride + row * out_row_stride + index
+                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
                     tl.store(place, scores, mask=block < visible)
                 else:
                     best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
-
-            if OUTPUT != "scores":
-                best = tl.maximum(best, 0)
-                owner = owner_of(before, total, used)
-                parts = owner_of(before + pages - 1, total, used) - owner + 1
-                odd = (share_start(owner, total, used) != before).to(tl.int32)  # the owner's share began in another request
-                complete = parts == 1
-                if complete:
-                    best = top_keys(best, KEEP)
-                else:
-                    slot = 2 * program + tl.where(program == owner, odd, 0)
-                    tl.store(keys_ptr + slot * (COLUMNS * KEEP) + local[:, None] * KEEP + lane[None, :], best)
-                    in_group = LANES // width
-                    groups = (parts + in_group - 1) // in_group
-                    group = (program - owner) // in_group
-                    leader = owner + group * in_group
-                    members = tl.minimum(in_group, parts - group * in_group)
-                    leader_odd = tl.where(group == 0, odd, 0)
-                    grouped = groups > 1
-                    running = True
-                    while running:
-                        counter = arrived_ptr + tl.where(grouped, requests + 2 * leader + leader_odd, request)
-                        expected = tl.where(grouped, members, tl.where(groups > 1, groups, parts))
-                        tl.debug_barrier()  # all of the program's candidates before its arrival
-                        running = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
-                        if running:
-                            tl.debug_barrier()
-                            tl.store(counter, 0)
-                            of_groups = (groups > 1) & (grouped == 0)
-                            best = merge_candidates(
-                                keys_ptr,
-                                tl.where(of_groups, 2 * programs, 0),
-                                tl.where(grouped, leader, owner),
-                                tl.where(of_groups, in_group, 1),
-                                tl.where(grouped, leader_odd, odd),
-                                expected * tl.where(of_groups, KEEP, width),
-                                tl.where(of_groups, KEEP, width),
-                                COLUMNS,
-                                KEEP,
-                                LANES,
-                            )
-                            if grouped:
-                                slot = 2 * (programs + leader) + leader_odd
-                                tl.store(keys_ptr + slot * (COLUMNS * KEEP) + local[:, None] * KEEP + lane[None, :], best)
-                                grouped = False
-                            else:
-                                complete = True
-                                running = False
-                if complete:
-                    row = request * query_len + token
-                    if OUTPUT == "keys":
-                        place = out_ptr + head[:, None] * out_head_stride + row[:, None] * out_row_stride + lane[None, :]
-                        tl.store(place, best, mask=wanted[:, None] & (lane < topk)[None, :])
-                    else:
-                        write_ids(
-                            best,
-                            head,
-                            row,
-                            request + tl.zeros_like(row),
-                            lengths,
-                            wanted,
-                            out_ptr,
-                            out_head_stride,
-                            out_row_stride,
-                            topk,
-                            attention_table_ptr,
-                            attention_table_stride,
-                            table_ptr,
-                            table_head_stride,
-                            table_row_stride,
-                            context_ptr,
-                            context_head_stride,
-                            context_row_stride,
-                            attention_page_stride,
-                            BLOCK,
-                            KEEP,
-                            HIGHER,
-                            BY_BLOCK,
-                            PARTS,
-                        )
+            if not SCORES:
+                tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, tl.maximum(best, 0))
         before += pages
         page = before
         request += 1
 
-    if OUTPUT != "scores":
-        # Rows of which this rank sees no page: padding, and requests without a visible or an owned block.
-        for row in range(program, rows, programs):
-            owned = 0
-            if row < requests * query_len:
-                owned = owned_blocks(tl.load(seq_lens_ptr + row // query_len), longest, rank, world, BLOCK)
-            if (owned == 0) & (tile == 0):
-                for some in range(0, heads):
-                    kept = lane < topk
-                    place = out_ptr + some * out_head_stride + row * out_row_stride + lane
-                    if OUTPUT == "keys":
-                        tl.store(place, tl.zeros((KEEP,), tl.int64), mask=kept)
-                    else:
-                        tl.store(place, tl.full((KEEP,), -1, tl.int32), mask=kept)
-                        if PARTS > 0:
-                            tl.store(context_ptr + some * context_head_stride + row * context_row_stride, 0)
-                            for part in tl.static_range(PARTS):
-                                place = table_ptr + some * table_head_stride + row * table_row_stride + lane * PARTS + part
-                                tl.store(place, tl.zeros((KEEP,), tl.int32), mask=kept)
+
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "longest",
+        "query_len",
+        "heads",
+        "topk",
+        "rank",
+        "world",
+        "programs",
+        "out_head_stride",
+        "out_row_stride",
+        "attention_table_stride",
+        "table_head_stride",
+        "table_row_stride",
+        "context_head_stride",
+        "context_row_stride",
+        "attention_page_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "before_ptr",
+        "seq_lens_ptr",
+        "out_ptr",
+        "attention_table_ptr",
+        "table_ptr",
+        "context_ptr",
+    ],
+)
+def select_kernel(
+    keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64, of score_kernel
+    seq_lens_ptr,  # [R] i32
+    before_ptr,  # [R + 1] i32, of plan_kernel
+    out_ptr,  # [H, T, K] i32, or i64 keys
+    attention_table_ptr,  # [R, max_blocks] i32
+    table_ptr,  # [H, T, K * PARTS] i32
+    context_ptr,  # [H, T] i32
+    requests,
+    longest,
+    query_len,
+    heads,
+    topk,
+    rank,
+    world,
+    programs,
+    out_head_stride,
+    out_row_stride,
+    attention_table_stride,
+    table_head_stride,
+    table_row_stride,
+    context_head_stride,
+    context_row_stride,
+    attention_page_stride,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr,
+    FEW: tl.constexpr,  # candidates that are sorted at once, by their number
+    MANY: tl.constexpr,
+    MOST: tl.constexpr,
+    HIGHER: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEYS: tl.constexpr,  # write keys, not ids
+    PLANNED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first K of a row from its request's candidates."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    request = row // query_len
+    length = 0
+    pages = 0
+    before = 0
+    total = 0
+    if request < requests:
+        # Lengths and plan were there before score_kernel began: no need to wait for it yet.
+        length = tl.minimum(tl.load(seq_lens_ptr + request), longest)
+        if PLANNED:
+            before = tl.load(before_ptr + request)
+            total = tl.load(before_ptr + requests)
+        else:
+            before = pages_before(request, seq_lens_ptr, longest, rank, world, BLOCK)
+            total = pages_before(requests, seq_lens_ptr, longest, rank, world, BLOCK)
+        pages = owned_blocks(length, longest, rank, world, BLOCK)
+        length = tl.maximum(length - query_len + row % query_len + 1, 0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    best = tl.zeros((1, KEEP), tl.int64)
+    if pages > 0:
+        used = tl.minimum(programs, total)
+        owner = owner_of(before, total, used)
+        segments = owner_of(before + pages - 1, total, used) - owner + 1
+        width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
+        column = (row % query_len) * heads + head
+        first = (column // COLUMNS) * (programs + requests) + owner + request
+        source = keys_ptr + first.to(tl.int64) * (COLUMNS * KEEP) + (column % COLUMNS) * KEEP
+        best = top_of(source, segments * width, width, COLUMNS * KEEP, KEEP, FEW, MANY, MOST)
+    if KEYS:
+        lane = tl.arange(0, KEEP)
+        place = out_ptr + head.to(tl.int64) * out_head_stride + row.to(tl.int64) * out_row_stride + lane
+        tl.store(place[None, :], best, mask=(lane < topk)[None, :])
+    else:
+        one = tl.zeros((1,), tl.int32)
+        write_ids(
+            best,
+            head + one,
+            row + one,
+            tl.minimum(request, tl.maximum(requests - 1, 0)) + one,
+            length + one,
+            one == 0,
+            out_ptr,
+            out_head_stride,
+            out_row_stride,
+            topk,
+            attention_table_ptr,
+            attention_table_stride,
+            table_ptr,
+            table_head_stride,
+            table_row_stride,
+            context_ptr,
+            context_head_stride,
+            context_row_stride,
+            attention_page_stride,
+            BLOCK,
+            KEEP,
+            HIGHER,
+            BY_BLOCK,
+            PARTS,
+        )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: scores and selection of ragged chunks in one launch, without a buffer of scores.
+"""Prefill: scores and selection of ragged chunks, without a buffer of scores.
 
 A tile is COLUMNS query columns (rows x heads) of one request. It streams the request's pages, scores each for all its columns
 at once, and keeps the KEEP best keys per column in registers. Where there are too few tiles to fill the GPU, the context of
-each is split: every split leaves its candidates in scratch, and the last of a tile to arrive merges them. Nothing waits.
+each is split: every split leaves its candidates in scratch, and a second launch merges them, a few columns per program.
 
 A score is the product that decode computes, with the operands in each other's place: the sum over the head dim of an output
 element is the same chain, so the bits are decode's.
@@ -18,16 +18,18 @@ from lightning_indexer.kernels.common import keep_key, load_keys, nan_max, no_ke
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
-MERGE_COLUMNS = tl.constexpr(16)  # columns merged at once
 
 
 @triton.jit
 def tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile):
     """The request of a row tile, the tiles before that request, and all tiles."""
-    request_found = 0
-    before = 0
-    total = 0
-    for first in range(0, requests, REQUESTS):
+    request_found = tile * 0
+    before = tile * 0
+    total = tile * 0
+    if requests == 1:  # by far the most common chunk
+        chunk = tl.load(cu_seqlens_ptr + 1).to(tl.int32)
+        total = (chunk + rows_per_tile - 1) // rows_per_tile
+    for first in range(0, tl.where(requests == 1, 0, requests), REQUESTS):
         request = first + tl.arange(0, REQUESTS)
         inside = request < requests
         start = tl.load(cu_seqlens_ptr + request, mask=inside, other=0).to(tl.int32)
@@ -38,6 +40,26 @@ def tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile):
         before = tl.maximum(before, tl.max(tl.where(passed, upto, 0)))
         total = tl.max(upto)
     return request_found, before, total
+
+
+@triton.jit
+def tile_splits(blocks, splits, MIN_BLOCKS: tl.constexpr):
+    """In how many parts the context of a tile is cut: short ones are not worth `splits`."""
+    return tl.minimum(tl.maximum(blocks // MIN_BLOCKS, 1), splits)
+
+
+@triton.jit
+def chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, longest):
+    """First row of a request's chunk, its rows, and the tokens before it."""
+    start = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    chunk = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - start
+    return start, chunk, tl.minimum(tl.load(seq_lens_ptr + request), longest) - chunk
+
+
+@triton.jit
+def tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK: tl.constexpr):
+    """Blocks that the last row of a tile sees."""
+    return (tl.maximum(context + tl.minimum(first_row + rows_per_tile, chunk), 0) + BLOCK - 1) // BLOCK
 
 
 @triton.jit
@@ -82,8 +104,7 @@ def prefill_kernel(
     cu_seqlens_ptr,  # [R + 1] i32 or i64
     seq_lens_ptr,  # [R] i32
     out_ptr,  # [H, T, K] i32
-    keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64 scratch, with more than one split
-    arrived_ptr,  # [head tiles, tiles] i32 scratch, zero
+    keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64 scratch
     requests,
     rows,
     longest,  # tokens; a length past it counts as it
@@ -103,13 +124,17 @@ def prefill_kernel(
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
-    LANES: tl.constexpr,  # candidates of a column merged at once
     HIGHER: tl.constexpr,
     BY_BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,  # of context per split
+    PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """See the module. Column `i` of a tile is row `i // heads_per_tile`, head `i % heads_per_tile` of the head tile."""
+    if PDL:
+        # Everything read here may come from the kernel before; the next kernel may already take its place on the GPU.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
     split = tl.program_id(1)
@@ -137,18 +162,19 @@ def prefill_kernel(
             tl.store(place + lane[None, :], nothing, mask=wanted[:, None] & (lane < topk)[None, :])
         return
 
-    start = tl.load(cu_seqlens_ptr + request).to(tl.int32)
-    chunk = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - start
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, longest)
     first_row = (tile - before) * rows_per_tile  # of the chunk
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
     wanted = in_tile & (chunk_row < chunk) & (row < rows)
-    context = tl.minimum(tl.load(seq_lens_ptr + request), longest) - chunk
     lengths = tl.maximum(context + chunk_row + 1, 0)
     visible = tl.where(wanted, (lengths + BLOCK - 1) // BLOCK, 0)
-    blocks = (tl.maximum(context + tl.minimum(first_row + rows_per_tile, chunk), 0) + BLOCK - 1) // BLOCK
-    first = split * blocks // splits
-    last = (split + 1) * blocks // splits
+    blocks = tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK)
+    parts = tile_splits(blocks, splits, MIN_BLOCKS)
+    if split >= parts:
+        return
+    first = split * blocks // parts
+    last = (split + 1) * blocks // parts
     whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
     queries = tl.load(
         q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + dims[None, :],
@@ -173,35 +199,84 @@ def prefill_kernel(
             BLOCK, DIM, HIGHER, True,
         )  # fmt: skip
     best = tl.maximum(best, 0)
-
-    if SPLIT:
-        number = head_tile * tiles + tile
-        keys_ptr += number.to(tl.int64) * splits * (COLUMNS * KEEP)
-        tl.store(keys_ptr + split * (COLUMNS * KEEP) + column[:, None] * KEEP + lane[None, :], best)
-        tl.debug_barrier()  # all of the program's candidates before its arrival
-        if tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.debug_barrier()
-            for some in range(0, COLUMNS, MERGE_COLUMNS):
-                few = some + tl.arange(0, MERGE_COLUMNS)
-                merged = tl.zeros((MERGE_COLUMNS, KEEP), tl.int64)
-                for from_lane in range(0, splits * KEEP, LANES):
-                    candidate = from_lane + tl.arange(0, LANES)
-                    offset = (candidate // KEEP * (COLUMNS * KEEP) + candidate % KEEP)[None, :] + few[:, None] * KEEP
-                    # Written by other multiprocessors: not from this one's L1.
-                    inside = (candidate < splits * KEEP)[None, :]
-                    found = tl.load(keys_ptr + offset, mask=inside, other=0, cache_modifier=".cg")
-                    merged = top_keys(join_keys(merged, top_keys(found, KEEP), MERGE_COLUMNS, KEEP), KEEP)
-                few_head = head_tile * heads_per_tile + few % heads_per_tile
-                few_row = first_row + few // heads_per_tile
-                few_wanted = (few < rows_per_tile * heads_per_tile) & (few_head < heads) & (few_row < chunk)
-                write_ids(
-                    merged, few_head, start + few_row, few_row, few_row, few_wanted & (start + few_row < rows),
-                    out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
-                    BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
-                )  # fmt: skip
-    else:
+    if parts == 1:
         write_ids(
             top_keys(best, KEEP), head, row, row, lengths, wanted,
             out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
             BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
         )  # fmt: skip
+    else:
+        slot = ((head_tile * tiles + tile) * splits + split).to(tl.int64) * (COLUMNS * KEEP)
+        tl.store(keys_ptr + slot + column[:, None] * KEEP + lane[None, :], best)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "rows",
+        "longest",
+        "heads",
+        "heads_per_tile",
+        "topk",
+        "splits",
+        "out_head_stride",
+        "out_row_stride",
+    ],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
+)
+def merge_splits_kernel(
+    cu_seqlens_ptr,  # [R + 1] i32 or i64
+    seq_lens_ptr,  # [R] i32
+    out_ptr,  # [H, T, K] i32
+    keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64, of prefill_kernel
+    requests,
+    rows,
+    longest,
+    heads,
+    heads_per_tile,
+    topk,
+    splits,
+    out_head_stride,
+    out_row_stride,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr,
+    FEW: tl.constexpr,  # columns of one program
+    LANES: tl.constexpr,  # candidates of a column merged at once
+    HIGHER: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Ids of the tiles whose context was split. Grid `(tiles, COLUMNS / FEW, head tiles)`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    head_tile = tl.program_id(2)
+    rows_per_tile = COLUMNS // heads_per_tile
+    request, before, used = tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile)
+    if tile >= used:
+        return
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, longest)
+    first_row = (tile - before) * rows_per_tile
+    parts = tile_splits(tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK), splits, MIN_BLOCKS)
+    if parts == 1:
+        return
+    column = tl.program_id(1) * FEW + tl.arange(0, FEW)
+    keys_ptr += ((head_tile * tl.num_programs(0) + tile) * splits).to(tl.int64) * (COLUMNS * KEEP)
+    best = tl.zeros((FEW, KEEP), tl.int64)
+    for first in range(0, parts * KEEP, LANES):
+        candidate = first + tl.arange(0, LANES)
+        offset = (candidate // KEEP * (COLUMNS * KEEP) + candidate % KEEP)[None, :] + column[:, None] * KEEP
+        found = tl.load(keys_ptr + offset, mask=(candidate < parts * KEEP)[None, :], other=0)
+        best = top_keys(join_keys(best, top_keys(found, KEEP), FEW, KEEP), KEEP)
+    head = head_tile * heads_per_tile + column % heads_per_tile
+    chunk_row = first_row + column // heads_per_tile
+    row = start + chunk_row
+    wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
+    write_ids(
+        best, head, row, row, row, wanted,
+        out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+        BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+    )  # fmt: skip
