@@ -4,6 +4,7 @@
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.indexer import ContextParallelIndexer
 from lightning_indexer.ops import decode, merge_keys, plan_step, prefill, score_blocks, select_keys
+from lightning_indexer.precompile import warmup
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import StepPlan, Workspace
@@ -24,4 +25,5 @@ __all__ = [
     "prefill",
     "score_blocks",
     "select_keys",
+    "warmup",
 ]

@@ -26,7 +26,7 @@ from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.rows import visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import StepPlan, Workspace
+from lightning_indexer.workspace import StepPlan, Workspace, unscored_blocks
 
 
 def backend_of(device: torch.device) -> Any:
@@ -214,7 +214,7 @@ def decode(
     rows, heads, _ = q.shape
     check_sparse_table(sparse_table, spec, seq_lens, heads, rows, q.device)
     if plan is not None:
-        plan.check(spec, Shard(), seq_lens.shape[0])
+        plan.check(spec, Shard(), seq_lens.shape[0], order)
     if workspace is not None:
         workspace.check(spec, seq_lens.shape[0], query_len * heads, q.device)
     out = check_ids_out(out, heads, rows, spec, q.device)
@@ -230,6 +230,7 @@ def plan_step(
     *,
     spec: IndexerSpec,
     max_seq_len: int | None = None,
+    order: str = "score",
     shard: Shard | None = None,
     out: StepPlan | None = None,
 ) -> StepPlan:
@@ -240,7 +241,7 @@ def plan_step(
     Args:
         seq_lens: `[R]` int32.
         spec: geometry.
-        max_seq_len: the bound that `decode` is given.
+        max_seq_len, order: what `decode` is given.
         shard: whose blocks; None is the whole context.
         out: an earlier plan on the same device, made anew in place, so that a captured graph finds it.
 
@@ -253,13 +254,14 @@ def plan_step(
     shard = check_shard(shard)
     check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
     device = seq_lens.device
-    block_size, requests = check_spec(spec).block_size, seq_lens.shape[0]
+    check_order(order)
+    block_size, requests, free = check_spec(spec).block_size, seq_lens.shape[0], unscored_blocks(spec, order)
     if backend_of(device) is torch_backend:
-        return StepPlan(None, None, shard, block_size)
+        return StepPlan(None, None, shard, block_size, free)
     if out is None:
         shares = torch.empty(decode_programs(device_facts(device)), 4, dtype=torch.int32, device=device)
-        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size)
-    out.check(spec, shard, requests)
+        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size, free)
+    out.check(spec, shard, requests, order)
     longest = torch.iinfo(torch.int32).max if max_seq_len is None else max_seq_len
     backend_of(device).plan_step(seq_lens, spec, longest, shard, out)
     return out

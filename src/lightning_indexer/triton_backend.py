@@ -13,7 +13,7 @@ from lightning_indexer.kernels import select as select_kernels
 from lightning_indexer.policy import decode_policy, device_facts, prefill_policy
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two
+from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
 
 ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
@@ -40,6 +40,7 @@ def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Sh
         seq_lens,
         len(seq_lens),
         longest,
+        plan.free,
         shard.rank,
         shard.world,
         programs,
@@ -59,7 +60,7 @@ def score_blocks(
     out: torch.Tensor,
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
-    _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, shard, None, None).score(out)
+    _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None).score(out)
 
 
 def decode(
@@ -77,7 +78,8 @@ def decode(
     workspace: Workspace | None,
 ) -> None:
     """Ids of decode rows over the whole context into `out` `[H, T, K]`."""
-    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, Shard(), plan, workspace)
+    free = unscored_blocks(spec, order)
+    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, Shard(), plan, workspace)
     step.score(None)
     step.select(out, order, sparse_table)
 
@@ -94,7 +96,7 @@ def decode_keys(
 ) -> torch.Tensor:
     """Decode candidates of a shard, `[H, T, K]` int64."""
     keys = torch.empty(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
-    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, shard, None, None)
+    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None)
     step.score(None)
     step.select(keys, "score", None)
     return keys
@@ -174,6 +176,7 @@ class _Decode:
         spec: IndexerSpec,
         query_len: int,
         longest: int,
+        free: int,
         shard: Shard,
         plan: StepPlan | None,
         workspace: Workspace | None,
@@ -181,7 +184,7 @@ class _Decode:
         check_aligned("q", q)
         check_aligned("cache", cache.data)
         self.q, self.cache, self.block_table, self.seq_lens = q, cache, block_table, seq_lens
-        self.spec, self.query_len, self.longest, self.shard = spec, query_len, longest, shard
+        self.spec, self.query_len, self.longest, self.free, self.shard = spec, query_len, longest, free, shard
         self.requests, self.heads = len(seq_lens), q.shape[1]
         self.plan = plan if plan is not None and plan.shares is not None else None
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
@@ -206,6 +209,7 @@ class _Decode:
             self.workspace.keys if scores is None else scores,
             self.requests,
             self.longest,
+            self.free,
             self.query_len,
             self.heads,
             spec.init_blocks,
@@ -243,6 +247,7 @@ class _Decode:
             *_table_pointers(sparse_table, self.seq_lens),
             self.requests,
             self.longest,
+            self.free,
             self.query_len,
             self.heads,
             spec.topk,

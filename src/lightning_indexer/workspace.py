@@ -69,6 +69,11 @@ class Workspace:
         require(enough, "workspace", needed, f"{self.max_requests} and {self.max_columns}")
 
 
+def unscored_blocks(spec: IndexerSpec, order: str) -> int:
+    """Requests that see at most so many blocks need no scores: all are selected, and ascending ids do not tell the order."""
+    return spec.topk if order == "block" else 0
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What depends on a step's lengths only: made once per step by `plan_step`, used by `decode` in every layer.
@@ -81,16 +86,20 @@ class StepPlan:
         before: `[R + 1]` int32: pages before each request, then all pages.
         shard: whose blocks were counted.
         block_size: B.
+        free: blocks up to which a request is selected without scores.
     """
 
     shares: torch.Tensor | None
     before: torch.Tensor | None
     shard: Shard
     block_size: int
+    free: int
 
-    def check(self, spec: IndexerSpec, shard: Shard, requests: int) -> None:
-        """Raise ValueError unless made for this geometry, shard and number of requests."""
+    def check(self, spec: IndexerSpec, shard: Shard, requests: int, order: str) -> None:
+        """Raise ValueError unless made for this geometry, shard, number of requests and order."""
         same = self.shard == shard and self.block_size == spec.block_size
         require(same, "plan", f"one for {shard}, block_size {spec.block_size}", f"{self.shard}, {self.block_size}")
+        free = unscored_blocks(spec, order)
+        require(self.free == free, "plan", f"one for order {order!r} and topk {spec.topk}", "one for another")
         made_for = requests if self.before is None else len(self.before) - 1
         require(made_for == requests, "plan", f"one for {requests} requests", f"one for {made_for}")

@@ -25,10 +25,17 @@ LENGTHS = tl.constexpr(128)  # lengths looked at at once
 
 
 @triton.jit
-def owned_blocks(length, longest, rank, world, BLOCK: tl.constexpr):
-    """Blocks of a request that this rank owns, from its length, which counts as at most `longest`."""
-    visible = (tl.minimum(tl.maximum(length, 0), longest) + BLOCK - 1) // BLOCK
-    return (visible - rank + world - 1) // world
+def visible_blocks(length, longest, BLOCK: tl.constexpr):
+    """Blocks that the last row of a request sees; its length counts as at most `longest`."""
+    return (tl.minimum(tl.maximum(length, 0), longest) + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def request_pages(length, longest, free, rank, world, BLOCK: tl.constexpr):
+    """Pages of a request that this rank works on; one where it sees at most `free` blocks, which need no scores."""
+    visible = visible_blocks(length, longest, BLOCK)
+    owned = (visible - rank + world - 1) // world
+    return tl.where(visible <= free, tl.minimum(owned, 1), owned)
 
 
 @triton.jit
@@ -44,7 +51,7 @@ def owner_of(page, total, programs):
 
 
 @triton.jit
-def request_of(page, seq_lens_ptr, requests, longest, rank, world, BLOCK: tl.constexpr):
+def request_of(page, seq_lens_ptr, requests, longest, free, rank, world, BLOCK: tl.constexpr):
     """The request that a page belongs to, and the number of pages before that request."""
     request_found = 0
     before = 0
@@ -53,7 +60,7 @@ def request_of(page, seq_lens_ptr, requests, longest, rank, world, BLOCK: tl.con
         request = first + tl.arange(0, LENGTHS)
         inside = request < requests
         length = tl.load(seq_lens_ptr + request, mask=inside, other=0)
-        upto = total + tl.cumsum(tl.where(inside, owned_blocks(length, longest, rank, world, BLOCK), 0), 0)
+        upto = total + tl.cumsum(tl.where(inside, request_pages(length, longest, free, rank, world, BLOCK), 0), 0)
         passed = inside & (upto <= page)
         request_found += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, upto, 0)))
@@ -62,18 +69,18 @@ def request_of(page, seq_lens_ptr, requests, longest, rank, world, BLOCK: tl.con
 
 
 @triton.jit
-def pages_before(request, seq_lens_ptr, longest, rank, world, BLOCK: tl.constexpr):
+def pages_before(request, seq_lens_ptr, longest, free, rank, world, BLOCK: tl.constexpr):
     """Pages of all requests before one."""
     before = 0
     for first in range(0, request, LENGTHS):
         other = first + tl.arange(0, LENGTHS)
         length = tl.load(seq_lens_ptr + other, mask=other < request, other=0)
-        before += tl.sum(tl.where(other < request, owned_blocks(length, longest, rank, world, BLOCK), 0))
+        before += tl.sum(tl.where(other < request, request_pages(length, longest, free, rank, world, BLOCK), 0))
     return before
 
 
 @triton.jit(
-    do_not_specialize=["requests", "longest", "rank", "world", "programs"],
+    do_not_specialize=["requests", "longest", "free", "rank", "world", "programs"],
     do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
 )
 def plan_kernel(
@@ -82,6 +89,7 @@ def plan_kernel(
     seq_lens_ptr,  # [R] i32
     requests,
     longest,
+    free,
     rank,
     world,
     programs,
@@ -91,9 +99,9 @@ def plan_kernel(
     program = tl.program_id(0)
     if program >= programs:
         request = program - programs
-        tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, longest, rank, world, BLOCK))
+        tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, longest, free, rank, world, BLOCK))
         return
-    total = pages_before(requests, seq_lens_ptr, longest, rank, world, BLOCK)
+    total = pages_before(requests, seq_lens_ptr, longest, free, rank, world, BLOCK)
     used = tl.minimum(programs, total)
     start = total
     end = total
@@ -102,7 +110,7 @@ def plan_kernel(
     if program < used:
         start = share_start(program, total, used)
         end = share_start(program + 1, total, used)
-        request, before = request_of(start, seq_lens_ptr, requests, longest, rank, world, BLOCK)
+        request, before = request_of(start, seq_lens_ptr, requests, longest, free, rank, world, BLOCK)
     row = shares_ptr + program * 4
     tl.store(row, start)
     tl.store(row + 1, end)
@@ -114,6 +122,7 @@ def plan_kernel(
     do_not_specialize=[
         "requests",
         "longest",
+        "free",
         "query_len",
         "heads",
         "init_blocks",
@@ -140,6 +149,7 @@ def score_kernel(
     scores_ptr,  # [H, T, L] f32
     requests,
     longest,  # tokens; a length past it counts as it
+    free,  # blocks; a request that sees no more is selected whole, unscored
     query_len,
     heads,
     init_blocks,
@@ -180,7 +190,7 @@ def score_kernel(
         request = tl.load(shares_ptr + program * 4 + 2)
         before = tl.load(shares_ptr + program * 4 + 3)
     else:
-        total = pages_before(requests, seq_lens_ptr, longest, rank, world, BLOCK)
+        total = pages_before(requests, seq_lens_ptr, longest, free, rank, world, BLOCK)
         used = tl.minimum(programs, total)
         page = total
         end = total
@@ -190,7 +200,7 @@ def score_kernel(
             page = share_start(program, total, used)
             end = share_start(program + 1, total, used)
             if requests > 1:
-                request, before = request_of(page, seq_lens_ptr, requests, longest, rank, world, BLOCK)
+                request, before = request_of(page, seq_lens_ptr, requests, longest, free, rank, world, BLOCK)
 
     SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
     wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
@@ -205,7 +215,7 @@ def score_kernel(
 
     while page < end:
         length = tl.minimum(tl.load(seq_lens_ptr + request), longest)
-        pages = owned_blocks(length, longest, rank, world, BLOCK)
+        pages = request_pages(length, longest, free, rank, world, BLOCK)
         if pages > 0:
             first = page - before
             last = tl.minimum(end - before, pages)
@@ -222,6 +232,11 @@ def score_kernel(
             lengths = tl.maximum(length - query_len + token + 1, 0)
             visible = tl.where(wanted, (lengths + BLOCK - 1) // BLOCK, 0)
             best = no_keys(COLUMNS, KEEP)
+            if visible_blocks(length, longest, BLOCK) <= free:
+                last = first
+                every = tl.arange(0, KEEP)[None, :]
+                nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
+                best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
             for index in tl.range(first, last, num_stages=STAGES):
                 block = index * world + rank
                 this_page = next_page
@@ -247,6 +262,7 @@ def score_kernel(
     do_not_specialize=[
         "requests",
         "longest",
+        "free",
         "query_len",
         "heads",
         "topk",
@@ -281,6 +297,7 @@ def select_kernel(
     context_ptr,  # [H, T] i32
     requests,
     longest,
+    free,
     query_len,
     heads,
     topk,
@@ -313,6 +330,7 @@ def select_kernel(
     head = tl.program_id(1)
     request = row // query_len
     length = 0
+    full = 0
     pages = 0
     before = 0
     total = 0
@@ -323,9 +341,10 @@ def select_kernel(
             before = tl.load(before_ptr + request)
             total = tl.load(before_ptr + requests)
         else:
-            before = pages_before(request, seq_lens_ptr, longest, rank, world, BLOCK)
-            total = pages_before(requests, seq_lens_ptr, longest, rank, world, BLOCK)
-        pages = owned_blocks(length, longest, rank, world, BLOCK)
+            before = pages_before(request, seq_lens_ptr, longest, free, rank, world, BLOCK)
+            total = pages_before(requests, seq_lens_ptr, longest, free, rank, world, BLOCK)
+        pages = request_pages(length, longest, free, rank, world, BLOCK)
+        full = length
         length = tl.maximum(length - query_len + row % query_len + 1, 0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -336,6 +355,7 @@ def select_kernel(
         owner = owner_of(before, total, used)
         segments = owner_of(before + pages - 1, total, used) - owner + 1
         width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
+        width = tl.where(visible_blocks(full, longest, BLOCK) <= free, KEEP, width)
         column = (row % query_len) * heads + head
         first = (column // COLUMNS) * (programs + requests) + owner + request
         source = keys_ptr + first.to(tl.int64) * (COLUMNS * KEEP) + (column % COLUMNS) * KEEP

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile and load everything that later calls need, so that a graph capture finds it ready."""
+
+from collections.abc import Iterable
+
+import torch
+
+from lightning_indexer.arguments import check_order, check_spec
+from lightning_indexer.cache import FORMATS, IndexCache
+from lightning_indexer.checks import check_choice, check_int
+from lightning_indexer.ops import decode, plan_step, prefill
+from lightning_indexer.spec import IndexerSpec
+from lightning_indexer.table import SparseTable
+
+BLOCKS = 64  # a bound that prefill splits the context of
+
+
+def warmup(
+    spec: IndexerSpec,
+    *,
+    device: torch.device | str,
+    heads: int | None = None,
+    query_lens: Iterable[int] = (1,),
+    cache_format: str = "bf16",
+    order: str = "score",
+    page_size: int | None = None,
+) -> None:
+    """Run `decode`, with and without a step plan, and `prefill` once on almost nothing.
+
+    Kernels depend on these arguments and on `spec`, not on batch, table width, lengths or bounds: after this call no shape
+    compiles anything.
+
+    Args:
+        spec: geometry and rules.
+        device: where calls will run. On the CPU there is nothing to compile.
+        heads: heads of the queries to come; None takes `spec.num_heads`.
+        query_lens: every query length Q to come.
+        cache_format: format of the caches to come.
+        order: order to come.
+        page_size: of the sparse tables to come; None if there will be none.
+
+    Raises:
+        ValueError: an argument out of range, or a device without a backend.
+    """
+    check_order(order)
+    check_choice("cache_format", cache_format, tuple(FORMATS))
+    heads = check_spec(spec).num_heads if heads is None else heads
+    check_int("heads", heads, 1)
+    cache = IndexCache.empty(1, spec, cache_format, device)
+    cache.data.zero_()
+    block_table = torch.zeros(1, BLOCKS, dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    plan = plan_step(one, spec=spec, order=order)
+    for query_len in query_lens:
+        check_int("query_len", query_len, 1)
+        q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
+        tables = [None] if page_size is None else [None, _table(spec, heads, query_len, page_size, block_table)]
+        for table in tables:
+            for planned in (None, plan):
+                decode(
+                    q, cache, block_table, one, spec=spec, query_len=query_len, order=order, sparse_table=table, plan=planned
+                )
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    prefill(q[:1], cache, block_table, bounds, one, spec=spec, order=order)
+
+
+def _table(spec: IndexerSpec, heads: int, rows: int, page_size: int, block_table: torch.Tensor) -> SparseTable:
+    parts = spec.block_size // page_size
+    out = torch.empty(heads, rows, spec.topk * parts, dtype=torch.int32, device=block_table.device)
+    return SparseTable(block_table, out, torch.empty_like(out[..., 0]), page_size, parts)
