@@ -41,7 +41,7 @@ class PrefillPolicy:
     """How the prefill kernels are launched."""
 
     columns: int  # query rows x heads of one tile
-    programs: int  # programs that fill the device; the context is split until there are as many
+    programs: int  # programs that the device holds at once; the context is split so that there are as many, but no more
     num_warps: int
     num_stages: int
     pdl: bool
@@ -109,7 +109,7 @@ def prefill_policy(facts: DeviceFacts, page_bytes: int) -> PrefillPolicy:
     hopper = _is_hopper_like(facts)
     return PrefillPolicy(
         columns=128 if hopper else 64,
-        programs=4 * facts.processors if hopper else 2 * facts.processors,
+        programs=2 * facts.processors,
         num_warps=8 if hopper else 4,
         num_stages=2 if page_bytes <= 32768 else 1,
         pdl=hopper,

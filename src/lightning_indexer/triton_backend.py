@@ -38,6 +38,7 @@ def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Sh
         plan.shares,
         plan.before,
         seq_lens,
+        seq_lens.stride(0),
         len(seq_lens),
         longest,
         plan.free,
@@ -112,6 +113,7 @@ def select_keys(
         select_kernels.select_kernel[(rows, heads)](
             scores,
             seq_lens,
+            seq_lens.stride(0),
             out,
             len(seq_lens),
             query_len,
@@ -146,6 +148,7 @@ def merge_keys(
         select_kernels.merge_kernel[(rows, heads)](
             keys,
             seq_lens,
+            seq_lens.stride(0),
             out,
             *_table_pointers(sparse_table, out),
             len(seq_lens),
@@ -204,6 +207,7 @@ class _Decode:
             self.cache.data,
             self.block_table,
             self.seq_lens,
+            self.seq_lens.stride(0),
             self.seq_lens if self.plan is None else self.plan.shares,
             self.workspace.keys,
             self.workspace.keys if scores is None else scores,
@@ -242,6 +246,7 @@ class _Decode:
         decode_kernels.select_kernel[(rows, self.heads)](
             self.workspace.keys,
             self.seq_lens,
+            self.seq_lens.stride(0),
             self.seq_lens if self.plan is None else self.plan.before,
             out,
             *_table_pointers(sparse_table, self.seq_lens),
@@ -319,7 +324,7 @@ def prefill(
     busy = max(1, -(-rows // (columns // heads_per_tile)) * head_tiles)  # tiles with work, but for ragged ends
     blocks = -(-longest // spec.block_size)
     fitting = PREFILL_SCRATCH // (tiles * head_tiles * columns * keep * 8)
-    splits = max(1, min(-(-policy.programs // busy), blocks // MIN_SPLIT_BLOCKS, fitting))
+    splits = max(1, min(policy.programs // busy, blocks // MIN_SPLIT_BLOCKS, fitting))
     keys = out
     if splits > 1:
         keys = torch.empty(head_tiles, tiles, splits, columns, keep, dtype=torch.int64, device=q.device)
@@ -338,6 +343,7 @@ def prefill(
         block_table,
         cu_seqlens_q,
         seq_lens,
+        seq_lens.stride(0),
         out,
         keys,
         *shape,
@@ -359,13 +365,14 @@ def prefill(
         prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS, head_tiles)](
             cu_seqlens_q,
             seq_lens,
+            seq_lens.stride(0),
             out,
             keys,
             *shape,
             splits,
             *out.stride()[:2],
             FEW=MERGE_COLUMNS,
-            LANES=256,
+            LANES=max(keep, 128),
             **constants,
             PDL=policy.pdl,
             **policy.merge_options(),

@@ -51,7 +51,7 @@ def owner_of(page, total, programs):
 
 
 @triton.jit
-def request_of(page, seq_lens_ptr, requests, longest, free, rank, world, BLOCK: tl.constexpr):
+def request_of(page, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK: tl.constexpr):
     """The request that a page belongs to, and the number of pages before that request."""
     request_found = 0
     before = 0
@@ -59,7 +59,7 @@ def request_of(page, seq_lens_ptr, requests, longest, free, rank, world, BLOCK: 
     for first in range(0, requests, LENGTHS):
         request = first + tl.arange(0, LENGTHS)
         inside = request < requests
-        length = tl.load(seq_lens_ptr + request, mask=inside, other=0)
+        length = tl.load(seq_lens_ptr + request * length_stride, mask=inside, other=0)
         upto = total + tl.cumsum(tl.where(inside, request_pages(length, longest, free, rank, world, BLOCK), 0), 0)
         passed = inside & (upto <= page)
         request_found += tl.sum(passed.to(tl.int32))
@@ -69,24 +69,25 @@ def request_of(page, seq_lens_ptr, requests, longest, free, rank, world, BLOCK: 
 
 
 @triton.jit
-def pages_before(request, seq_lens_ptr, longest, free, rank, world, BLOCK: tl.constexpr):
+def pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK: tl.constexpr):
     """Pages of all requests before one."""
     before = 0
     for first in range(0, request, LENGTHS):
         other = first + tl.arange(0, LENGTHS)
-        length = tl.load(seq_lens_ptr + other, mask=other < request, other=0)
+        length = tl.load(seq_lens_ptr + other * length_stride, mask=other < request, other=0)
         before += tl.sum(tl.where(other < request, request_pages(length, longest, free, rank, world, BLOCK), 0))
     return before
 
 
 @triton.jit(
-    do_not_specialize=["requests", "longest", "free", "rank", "world", "programs"],
+    do_not_specialize=["length_stride", "requests", "longest", "free", "rank", "world", "programs"],
     do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
 )
 def plan_kernel(
     shares_ptr,  # [programs, 4] i32: first page, end, request, pages before the request
     before_ptr,  # [R + 1] i32: pages before each request, and all pages
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     requests,
     longest,
     free,
@@ -99,9 +100,9 @@ def plan_kernel(
     program = tl.program_id(0)
     if program >= programs:
         request = program - programs
-        tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, longest, free, rank, world, BLOCK))
+        tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK))
         return
-    total = pages_before(requests, seq_lens_ptr, longest, free, rank, world, BLOCK)
+    total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
     used = tl.minimum(programs, total)
     start = total
     end = total
@@ -110,7 +111,7 @@ def plan_kernel(
     if program < used:
         start = share_start(program, total, used)
         end = share_start(program + 1, total, used)
-        request, before = request_of(start, seq_lens_ptr, requests, longest, free, rank, world, BLOCK)
+        request, before = request_of(start, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
     row = shares_ptr + program * 4
     tl.store(row, start)
     tl.store(row + 1, end)
@@ -120,6 +121,7 @@ def plan_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "length_stride",
         "requests",
         "longest",
         "free",
@@ -143,7 +145,8 @@ def score_kernel(
     q_ptr,  # [T, H, D]
     pages_ptr,  # [pages, B, D]
     block_table_ptr,  # [R, max_blocks] i32
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     shares_ptr,  # [programs, 4] i32, of plan_kernel
     keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64: candidates of each segment
     scores_ptr,  # [H, T, L] f32
@@ -190,7 +193,7 @@ def score_kernel(
         request = tl.load(shares_ptr + program * 4 + 2)
         before = tl.load(shares_ptr + program * 4 + 3)
     else:
-        total = pages_before(requests, seq_lens_ptr, longest, free, rank, world, BLOCK)
+        total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
         used = tl.minimum(programs, total)
         page = total
         end = total
@@ -200,7 +203,7 @@ def score_kernel(
             page = share_start(program, total, used)
             end = share_start(program + 1, total, used)
             if requests > 1:
-                request, before = request_of(page, seq_lens_ptr, requests, longest, free, rank, world, BLOCK)
+                request, before = request_of(page, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
 
     SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
     wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
@@ -214,7 +217,7 @@ def score_kernel(
     keys_ptr += (tile * (programs + requests) + program).to(tl.int64) * (COLUMNS * KEEP)
 
     while page < end:
-        length = tl.minimum(tl.load(seq_lens_ptr + request), longest)
+        length = tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest)
         pages = request_pages(length, longest, free, rank, world, BLOCK)
         if pages > 0:
             first = page - before
@@ -260,6 +263,7 @@ def score_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "length_stride",
         "requests",
         "longest",
         "free",
@@ -289,7 +293,8 @@ def score_kernel(
 )
 def select_kernel(
     keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64, of score_kernel
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     before_ptr,  # [R + 1] i32, of plan_kernel
     out_ptr,  # [H, T, K] i32, or i64 keys
     attention_table_ptr,  # [R, max_blocks] i32
@@ -336,13 +341,13 @@ def select_kernel(
     total = 0
     if request < requests:
         # Lengths and plan were there before score_kernel began: no need to wait for it yet.
-        length = tl.minimum(tl.load(seq_lens_ptr + request), longest)
+        length = tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest)
         if PLANNED:
             before = tl.load(before_ptr + request)
             total = tl.load(before_ptr + requests)
         else:
-            before = pages_before(request, seq_lens_ptr, longest, free, rank, world, BLOCK)
-            total = pages_before(requests, seq_lens_ptr, longest, free, rank, world, BLOCK)
+            before = pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
+            total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
         pages = request_pages(length, longest, free, rank, world, BLOCK)
         full = length
         length = tl.maximum(length - query_len + row % query_len + 1, 0)

@@ -49,11 +49,11 @@ def tile_splits(blocks, splits, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, longest):
+def chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, length_stride, longest):
     """First row of a request's chunk, its rows, and the tokens before it."""
     start = tl.load(cu_seqlens_ptr + request).to(tl.int32)
     chunk = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - start
-    return start, chunk, tl.minimum(tl.load(seq_lens_ptr + request), longest) - chunk
+    return start, chunk, tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest) - chunk
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def keep_page(
 
 @triton.jit(
     do_not_specialize=[
+        "length_stride",
         "requests",
         "rows",
         "longest",
@@ -102,7 +103,8 @@ def prefill_kernel(
     pages_ptr,  # [pages, B, D]
     block_table_ptr,  # [R, max_blocks] i32
     cu_seqlens_ptr,  # [R + 1] i32 or i64
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     out_ptr,  # [H, T, K] i32
     keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64 scratch
     requests,
@@ -162,7 +164,7 @@ def prefill_kernel(
             tl.store(place + lane[None, :], nothing, mask=wanted[:, None] & (lane < topk)[None, :])
         return
 
-    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, longest)
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, length_stride, longest)
     first_row = (tile - before) * rows_per_tile  # of the chunk
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
@@ -212,6 +214,7 @@ def prefill_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "length_stride",
         "requests",
         "rows",
         "longest",
@@ -226,7 +229,8 @@ def prefill_kernel(
 )
 def merge_splits_kernel(
     cu_seqlens_ptr,  # [R + 1] i32 or i64
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     out_ptr,  # [H, T, K] i32
     keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64, of prefill_kernel
     requests,
@@ -258,7 +262,7 @@ def merge_splits_kernel(
     request, before, used = tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile)
     if tile >= used:
         return
-    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, longest)
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, length_stride, longest)
     first_row = (tile - before) * rows_per_tile
     parts = tile_splits(tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK), splits, MIN_BLOCKS)
     if parts == 1:

@@ -9,16 +9,17 @@ from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 
 @triton.jit
-def row_length(seq_lens_ptr, row, requests, query_len):
+def row_length(seq_lens_ptr, length_stride, row, requests, query_len):
     """Causal length of a decode row, 0 for padding."""
     length = 0
     if row < requests * query_len:
-        length = tl.maximum(tl.load(seq_lens_ptr + row // query_len) - query_len + row % query_len + 1, 0)
+        length = tl.maximum(tl.load(seq_lens_ptr + (row // query_len) * length_stride) - query_len + row % query_len + 1, 0)
     return length
 
 
 @triton.jit(
     do_not_specialize=[
+        "length_stride",
         "requests",
         "query_len",
         "width",
@@ -36,7 +37,8 @@ def row_length(seq_lens_ptr, row, requests, query_len):
 )
 def select_kernel(
     scores_ptr,  # [H, T, L] f32
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     out_ptr,  # [H, T, K] i64
     requests,
     query_len,
@@ -58,7 +60,7 @@ def select_kernel(
     """First K candidates of a row. Grid `(T, H)`."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    visible = (row_length(seq_lens_ptr, row, requests, query_len) + BLOCK - 1) // BLOCK
+    visible = (row_length(seq_lens_ptr, length_stride, row, requests, query_len) + BLOCK - 1) // BLOCK
     owned = tl.minimum((visible - rank + world - 1) // world, width)
     source = scores_ptr + head.to(tl.int64) * scores_head_stride + row.to(tl.int64) * scores_row_stride
     best = tl.zeros((1, KEEP), tl.int64)
@@ -75,6 +77,7 @@ def select_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "length_stride",
         "requests",
         "query_len",
         "candidates",
@@ -102,7 +105,8 @@ def select_kernel(
 )
 def merge_kernel(
     keys_ptr,  # [P, H, T, K] i64
-    seq_lens_ptr,  # [R] i32
+    seq_lens_ptr,  # [R] i32, any stride
+    length_stride,
     out_ptr,  # [H, T, K] i32
     attention_table_ptr,  # [R, max_blocks] i32
     table_ptr,  # [H, T, K * PARTS] i32
@@ -132,7 +136,7 @@ def merge_kernel(
     """Ids of a row from all ranks' candidates. Grid `(T, H)`."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    length = row_length(seq_lens_ptr, row, requests, query_len)
+    length = row_length(seq_lens_ptr, length_stride, row, requests, query_len)
     source = keys_ptr + head.to(tl.int64) * keys_head_stride + row.to(tl.int64) * keys_row_stride
     best = tl.zeros((1, KEEP), tl.int64)
     for first in range(0, tl.where(length > 0, candidates, 0), LANES):
