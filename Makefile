@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify verify-smollm2 test lint wheel clean
+.PHONY: verify verify-smollm2 test test-oldest-triton lint wheel clean
 
 verify: .venv/verify  ## the main job: a MiniMax-M3 model's own selections against those of 1, 2, 4 and 8 ranks
 	$(BIN)/lightning-indexer verify
@@ -13,6 +13,9 @@ verify-smollm2: .venv/smollm2-weights  ## the same on a trained model's keys and
 
 test: .venv/test  ## the test suite
 	$(BIN)/python -m pytest
+
+test-oldest-triton: .venv/triton36  ## the kernel tests with the oldest Triton that is supported
+	PYTHONPATH=$(CURDIR)/.venv/triton36-packages $(BIN)/python -m pytest tests/test_kernels.py tests/test_compile.py
 
 lint: .venv/dev  ## style and types
 	$(BIN)/ruff check .
@@ -26,6 +29,10 @@ wheel: .venv/dev  ## build the wheel, install it into an empty environment, use 
 	build/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd build && venv/bin/python -c "import lightning_indexer; print('imported', lightning_indexer.__version__)"
 	cd build && venv/bin/lightning-indexer verify --input random --world 1,2,4
+
+.venv/triton36: .venv/test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/triton36-packages triton==3.6.0
+	touch $@
 
 .venv/python:
 	$(PYTHON) -m venv .venv
