@@ -10,8 +10,23 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels run on CPU tensors
+
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA or HIP device")
+    config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which need not be there")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="no CUDA or HIP device"))
 
 
 @pytest.fixture(autouse=True)

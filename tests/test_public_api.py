@@ -147,6 +147,7 @@ def test_exported_names():
         "prefill",
         "score_blocks",
         "select_keys",
+        "warmup",
     ]
     assert all(hasattr(li, name) for name in li.__all__)
 

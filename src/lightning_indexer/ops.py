@@ -306,7 +306,7 @@ def prefill(
     check_tensor("seq_lens", seq_lens, ("R",), INT32, q.device, unit_stride=False)
     longest = check_table(block_table, seq_lens, spec, max_seq_len)
     bounds = (torch.int32, torch.int64)
-    check_tensor("cu_seqlens_q", cu_seqlens_q, (seq_lens.shape[0] + 1,), bounds, q.device)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (seq_lens.shape[0] + 1,), bounds, q.device, unit_stride=False)
     if max_query_len is not None:
         check_int("max_query_len", max_query_len, 0)
     if q.device.type == "cpu":

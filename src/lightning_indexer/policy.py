@@ -95,7 +95,7 @@ def decode_policy(facts: DeviceFacts, page_bytes: int) -> DecodePolicy:
     return DecodePolicy(
         num_warps=4,
         # Three buffers of 32 KiB leave room for two programs in the 227 KiB of Hopper; elsewhere 64 to 100 KiB is all.
-        num_stages=3 if hopper and page_bytes <= 32768 else 2 if page_bytes <= 32768 else 1,
+        num_stages=_stages(page_bytes, 3 if hopper else 2, 65536 if hopper else 32768),
         pdl=hopper,
     )
 
@@ -106,15 +106,20 @@ def prefill_policy(facts: DeviceFacts, page_bytes: int) -> PrefillPolicy:
     H200, 2026-11-29, bf16, 4 heads, 8,192 tokens after 131,072: two programs of 8 warps per multiprocessor, held to 128
     registers a thread, took 2.32 ms; one with 181 registers 2.85 ms; 64 columns with 4 warps 3.31 ms.
     """
-    hopper = _is_hopper_like(facts)
+    wide = _is_hopper_like(facts) and page_bytes <= 32768  # larger pages need more registers than two programs leave
     return PrefillPolicy(
-        columns=128 if hopper else 64,
+        columns=128 if wide else 64,
         programs=2 * facts.processors,
-        num_warps=8 if hopper else 4,
-        num_stages=2 if page_bytes <= 32768 else 1,
-        pdl=hopper,
-        max_registers=128 if hopper else None,
+        num_warps=8 if wide else 4,
+        num_stages=_stages(page_bytes, 2, 32768),
+        pdl=_is_hopper_like(facts),
+        max_registers=128 if wide else None,
     )
+
+
+def _stages(page_bytes: int, most: int, largest: int) -> int:
+    """Page buffers: `most` for pages of up to 32 KiB, two up to `largest`, else none beside the one in use."""
+    return most if page_bytes <= 32768 else 2 if page_bytes <= largest else 1
 
 
 def _is_hopper_like(facts: DeviceFacts) -> bool:

@@ -255,6 +255,7 @@ class _Decode:
             self.free,
             self.query_len,
             self.heads,
+            tiling.columns,
             spec.topk,
             self.shard.rank,
             self.shard.world,
@@ -262,7 +263,6 @@ class _Decode:
             *out.stride()[:2],
             *_table_strides(sparse_table),
             BLOCK=spec.block_size,
-            COLUMNS=tiling.columns,
             KEEP=tiling.keep,
             FEW=CANDIDATES[0],
             MANY=CANDIDATES[1],
@@ -288,13 +288,14 @@ def _table_pointers(table: SparseTable | None, unused: torch.Tensor) -> tuple[to
 
 
 def _table_strides(table: SparseTable | None) -> tuple[Any, ...]:
-    """Strides of the table's three tensors as the kernels take them, then the page stride; one head has no head stride."""
+    """What the kernels take of the table's tensors: strides, and the width of the first; one head has no head stride."""
     if table is None:
-        return 0, 0, 0, 0, 0, 0
+        return 0, 0, 0, 0, 0, 0, 0
     out, lens = table.block_table_out, table.context_lens_out
     out_strides = out.stride()[:2] if out.dim() == 3 else (0, out.stride(0))
     lens_strides = lens.stride() if lens.dim() == 2 else (0, lens.stride(0))
-    return table.block_table.stride(0), *out_strides, *lens_strides, table.page_stride
+    pages = table.block_table
+    return pages.stride(0), pages.shape[1], *out_strides, *lens_strides, table.page_stride
 
 
 def prefill(
@@ -342,6 +343,7 @@ def prefill(
         cache.data,
         block_table,
         cu_seqlens_q,
+        cu_seqlens_q.stride(0),
         seq_lens,
         seq_lens.stride(0),
         out,
@@ -364,6 +366,7 @@ def prefill(
     if splits > 1:
         prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS, head_tiles)](
             cu_seqlens_q,
+            cu_seqlens_q.stride(0),
             seq_lens,
             seq_lens.stride(0),
             out,

@@ -29,7 +29,8 @@ class DecodeTiling:
     def of(cls, spec: IndexerSpec, query_len: int, heads: int) -> "DecodeTiling":
         """Tiles of at most 64 columns, fewer where K is large: candidates of a tile are held in registers."""
         keep = max(2, power_of_two(spec.topk))
-        columns = min(power_of_two(query_len * heads), max(16, 1024 // keep), MAX_COLUMNS)
+        widest = MAX_COLUMNS * 128 // max(128, spec.block_size)  # products of a page and a tile are held in registers
+        columns = min(power_of_two(query_len * heads), max(16, 1024 // keep), widest)
         return cls(columns, -(-query_len * heads // columns), keep)
 
 

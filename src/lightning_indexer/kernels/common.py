@@ -74,6 +74,12 @@ def top_of(source, count, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, 
 
 
 @triton.jit
+def block_count(length, BLOCK: tl.constexpr):
+    """Blocks that hold `length >= 0` tokens, for lengths up to 2^31 - 1."""
+    return length // BLOCK + (length % BLOCK != 0).to(tl.int32)
+
+
+@triton.jit
 def write_ids(
     best,  # [ROWS, KEEP] keys, descending
     head,  # [ROWS]
@@ -87,6 +93,7 @@ def write_ids(
     topk,
     attention_table_ptr,  # [R, max_blocks] i32
     attention_table_stride,
+    attention_columns,
     table_ptr,  # [H, T, K * PARTS] i32
     table_head_stride,
     table_row_stride,
@@ -111,7 +118,8 @@ def write_ids(
     place = ids_ptr + head[:, None] * ids_head_stride + row[:, None] * ids_row_stride + lane[None, :]
     tl.store(place, ascending if BY_BLOCK else ids, mask=wanted[:, None] & kept)
     if PARTS > 0:
-        chosen = ascending >= 0
+        # Keys may come from elsewhere: only blocks that the row sees and the table has.
+        chosen = (ascending >= 0) & (ascending < block_count(lengths, BLOCK)[:, None]) & (ascending < attention_columns)
         page = tl.load(
             attention_table_ptr + request[:, None].to(tl.int64) * attention_table_stride + ascending,
             mask=chosen & wanted[:, None],

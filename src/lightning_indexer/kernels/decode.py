@@ -18,7 +18,7 @@ stays in the L2.
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import keep_key, load_keys, nan_max, no_keys, page_scores, top_of, write_ids
+from lightning_indexer.kernels.common import block_count, keep_key, load_keys, nan_max, no_keys, page_scores, top_of, write_ids
 from lightning_indexer.kernels.key import pack_keys
 
 LENGTHS = tl.constexpr(128)  # lengths looked at at once
@@ -27,7 +27,7 @@ LENGTHS = tl.constexpr(128)  # lengths looked at at once
 @triton.jit
 def visible_blocks(length, longest, BLOCK: tl.constexpr):
     """Blocks that the last row of a request sees; its length counts as at most `longest`."""
-    return (tl.minimum(tl.maximum(length, 0), longest) + BLOCK - 1) // BLOCK
+    return block_count(tl.minimum(tl.maximum(length, 0), longest), BLOCK)
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def score_kernel(
             )  # [D, COLUMNS * SPREAD]
             wide_lengths = length - query_len + wide // heads + 1
             lengths = tl.maximum(length - query_len + token + 1, 0)
-            visible = tl.where(wanted, (lengths + BLOCK - 1) // BLOCK, 0)
+            visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
             best = no_keys(COLUMNS, KEEP)
             if visible_blocks(length, longest, BLOCK) <= free:
                 last = first
@@ -269,6 +269,7 @@ def score_kernel(
         "free",
         "query_len",
         "heads",
+        "columns",
         "topk",
         "rank",
         "world",
@@ -276,6 +277,7 @@ def score_kernel(
         "out_head_stride",
         "out_row_stride",
         "attention_table_stride",
+        "attention_columns",
         "table_head_stride",
         "table_row_stride",
         "context_head_stride",
@@ -292,7 +294,7 @@ def score_kernel(
     ],
 )
 def select_kernel(
-    keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64, of score_kernel
+    keys_ptr,  # [tiles, programs + R, columns, KEEP] i64, of score_kernel
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
     before_ptr,  # [R + 1] i32, of plan_kernel
@@ -305,6 +307,7 @@ def select_kernel(
     free,
     query_len,
     heads,
+    columns,  # of a tile
     topk,
     rank,
     world,
@@ -312,13 +315,13 @@ def select_kernel(
     out_head_stride,
     out_row_stride,
     attention_table_stride,
+    attention_columns,
     table_head_stride,
     table_row_stride,
     context_head_stride,
     context_row_stride,
     attention_page_stride,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
     FEW: tl.constexpr,  # candidates that are sorted at once, by their number
     MANY: tl.constexpr,
@@ -334,23 +337,18 @@ def select_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     request = row // query_len
-    length = 0
-    full = 0
-    pages = 0
-    before = 0
-    total = 0
-    if request < requests:
-        # Lengths and plan were there before score_kernel began: no need to wait for it yet.
-        length = tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest)
-        if PLANNED:
-            before = tl.load(before_ptr + request)
-            total = tl.load(before_ptr + requests)
-        else:
-            before = pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-            total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-        pages = request_pages(length, longest, free, rank, world, BLOCK)
-        full = length
-        length = tl.maximum(length - query_len + row % query_len + 1, 0)
+    # Lengths and plan were there before score_kernel began: no need to wait for it yet.
+    if PLANNED:
+        before = tl.load(before_ptr + tl.minimum(request, requests))
+        total = tl.load(before_ptr + requests)
+    else:
+        counted = tl.minimum(request, requests)
+        before = pages_before(counted, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
+        total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
+    full = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
+    full = tl.minimum(full, longest)
+    pages = request_pages(full, longest, free, rank, world, BLOCK)
+    length = tl.where(request < requests, tl.maximum(full - query_len + row % query_len + 1, 0), 0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -362,9 +360,9 @@ def select_kernel(
         width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
         width = tl.where(visible_blocks(full, longest, BLOCK) <= free, KEEP, width)
         column = (row % query_len) * heads + head
-        first = (column // COLUMNS) * (programs + requests) + owner + request
-        source = keys_ptr + first.to(tl.int64) * (COLUMNS * KEEP) + (column % COLUMNS) * KEEP
-        best = top_of(source, segments * width, width, COLUMNS * KEEP, KEEP, FEW, MANY, MOST)
+        first = (column // columns) * (programs + requests) + owner + request
+        source = keys_ptr + first.to(tl.int64) * (columns * KEEP) + (column % columns) * KEEP
+        best = top_of(source, segments * width, width, columns * KEEP, KEEP, FEW, MANY, MOST)
     if KEYS:
         lane = tl.arange(0, KEEP)
         place = out_ptr + head.to(tl.int64) * out_head_stride + row.to(tl.int64) * out_row_stride + lane
@@ -384,6 +382,7 @@ def select_kernel(
             topk,
             attention_table_ptr,
             attention_table_stride,
+            attention_columns,
             table_ptr,
             table_head_stride,
             table_row_stride,

@@ -14,26 +14,26 @@ Grid `(tiles, splits, head tiles)`, the last rows first, as they see most. Bytes
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import keep_key, load_keys, nan_max, no_keys, write_ids
+from lightning_indexer.kernels.common import block_count, keep_key, load_keys, nan_max, no_keys, write_ids
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
 
 
 @triton.jit
-def tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile):
+def tile_request(tile, cu_seqlens_ptr, bound_stride, requests, rows_per_tile):
     """The request of a row tile, the tiles before that request, and all tiles."""
     request_found = tile * 0
     before = tile * 0
     total = tile * 0
     if requests == 1:  # by far the most common chunk
-        chunk = tl.load(cu_seqlens_ptr + 1).to(tl.int32)
+        chunk = tl.load(cu_seqlens_ptr + bound_stride).to(tl.int32)
         total = (chunk + rows_per_tile - 1) // rows_per_tile
     for first in range(0, tl.where(requests == 1, 0, requests), REQUESTS):
         request = first + tl.arange(0, REQUESTS)
         inside = request < requests
-        start = tl.load(cu_seqlens_ptr + request, mask=inside, other=0).to(tl.int32)
-        end = tl.load(cu_seqlens_ptr + request + 1, mask=inside, other=0).to(tl.int32)
+        start = tl.load(cu_seqlens_ptr + request * bound_stride, mask=inside, other=0).to(tl.int32)
+        end = tl.load(cu_seqlens_ptr + (request + 1) * bound_stride, mask=inside, other=0).to(tl.int32)
         upto = total + tl.cumsum((end - start + rows_per_tile - 1) // rows_per_tile, 0)
         passed = inside & (upto <= tile)
         request_found += tl.sum(passed.to(tl.int32))
@@ -49,17 +49,17 @@ def tile_splits(blocks, splits, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, length_stride, longest):
+def chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest):
     """First row of a request's chunk, its rows, and the tokens before it."""
-    start = tl.load(cu_seqlens_ptr + request).to(tl.int32)
-    chunk = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - start
+    start = tl.load(cu_seqlens_ptr + request * bound_stride).to(tl.int32)
+    chunk = tl.load(cu_seqlens_ptr + (request + 1) * bound_stride).to(tl.int32) - start
     return start, chunk, tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest) - chunk
 
 
 @triton.jit
 def tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK: tl.constexpr):
     """Blocks that the last row of a tile sees."""
-    return (tl.maximum(context + tl.minimum(first_row + rows_per_tile, chunk), 0) + BLOCK - 1) // BLOCK
+    return block_count(tl.maximum(context + tl.minimum(first_row + rows_per_tile, chunk), 0), BLOCK)
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def keep_page(
 
 @triton.jit(
     do_not_specialize=[
+        "bound_stride",
         "length_stride",
         "requests",
         "rows",
@@ -102,7 +103,8 @@ def prefill_kernel(
     q_ptr,  # [T, H, D]
     pages_ptr,  # [pages, B, D]
     block_table_ptr,  # [R, max_blocks] i32
-    cu_seqlens_ptr,  # [R + 1] i32 or i64
+    cu_seqlens_ptr,  # [R + 1] i32 or i64, any stride
+    bound_stride,
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
     out_ptr,  # [H, T, K] i32
@@ -146,7 +148,7 @@ def prefill_kernel(
     q_head_stride *= 8
     page_stride = page_stride.to(tl.int64) * 8
     rows_per_tile = COLUMNS // heads_per_tile
-    request, before, used = tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile)
+    request, before, used = tile_request(tile, cu_seqlens_ptr, bound_stride, requests, rows_per_tile)
 
     column = tl.arange(0, COLUMNS)
     head = head_tile * heads_per_tile + column % heads_per_tile
@@ -155,7 +157,7 @@ def prefill_kernel(
     in_tile = (column < rows_per_tile * heads_per_tile) & (head < heads)
     if tile >= used:
         # Rows behind the last chunk.
-        first_row = tl.load(cu_seqlens_ptr + requests).to(tl.int32) + (tile - used) * rows_per_tile
+        first_row = tl.load(cu_seqlens_ptr + requests * bound_stride).to(tl.int32) + (tile - used) * rows_per_tile
         row = first_row + column // heads_per_tile
         wanted = in_tile & (row < rows)
         if split == 0:
@@ -164,13 +166,13 @@ def prefill_kernel(
             tl.store(place + lane[None, :], nothing, mask=wanted[:, None] & (lane < topk)[None, :])
         return
 
-    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, length_stride, longest)
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
     first_row = (tile - before) * rows_per_tile  # of the chunk
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
     wanted = in_tile & (chunk_row < chunk) & (row < rows)
     lengths = tl.maximum(context + chunk_row + 1, 0)
-    visible = tl.where(wanted, (lengths + BLOCK - 1) // BLOCK, 0)
+    visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
     blocks = tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK)
     parts = tile_splits(blocks, splits, MIN_BLOCKS)
     if split >= parts:
@@ -204,7 +206,7 @@ def prefill_kernel(
     if parts == 1:
         write_ids(
             top_keys(best, KEEP), head, row, row, lengths, wanted,
-            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
             BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
         )  # fmt: skip
     else:
@@ -214,6 +216,7 @@ def prefill_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "bound_stride",
         "length_stride",
         "requests",
         "rows",
@@ -228,7 +231,8 @@ def prefill_kernel(
     do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
 )
 def merge_splits_kernel(
-    cu_seqlens_ptr,  # [R + 1] i32 or i64
+    cu_seqlens_ptr,  # [R + 1] i32 or i64, any stride
+    bound_stride,
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
     out_ptr,  # [H, T, K] i32
@@ -259,10 +263,10 @@ def merge_splits_kernel(
     tile = tl.program_id(0)
     head_tile = tl.program_id(2)
     rows_per_tile = COLUMNS // heads_per_tile
-    request, before, used = tile_request(tile, cu_seqlens_ptr, requests, rows_per_tile)
+    request, before, used = tile_request(tile, cu_seqlens_ptr, bound_stride, requests, rows_per_tile)
     if tile >= used:
         return
-    start, chunk, context = chunk_of(request, cu_seqlens_ptr, seq_lens_ptr, length_stride, longest)
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
     first_row = (tile - before) * rows_per_tile
     parts = tile_splits(tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK), splits, MIN_BLOCKS)
     if parts == 1:
@@ -281,6 +285,6 @@ def merge_splits_kernel(
     wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
     write_ids(
         best, head, row, row, row, wanted,
-        out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+        out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
         BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
     )  # fmt: skip

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import write_ids
+from lightning_indexer.kernels.common import block_count, write_ids
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 
@@ -60,7 +60,7 @@ def select_kernel(
     """First K candidates of a row. Grid `(T, H)`."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    visible = (row_length(seq_lens_ptr, length_stride, row, requests, query_len) + BLOCK - 1) // BLOCK
+    visible = block_count(row_length(seq_lens_ptr, length_stride, row, requests, query_len), BLOCK)
     owned = tl.minimum((visible - rank + world - 1) // world, width)
     source = scores_ptr + head.to(tl.int64) * scores_head_stride + row.to(tl.int64) * scores_row_stride
     best = tl.zeros((1, KEEP), tl.int64)
@@ -88,6 +88,7 @@ def select_kernel(
         "out_head_stride",
         "out_row_stride",
         "attention_table_stride",
+        "attention_columns",
         "table_head_stride",
         "table_row_stride",
         "context_head_stride",
@@ -121,6 +122,7 @@ def merge_kernel(
     out_head_stride,
     out_row_stride,
     attention_table_stride,
+    attention_columns,
     table_head_stride,
     table_row_stride,
     context_head_stride,
@@ -158,6 +160,7 @@ def merge_kernel(
         topk,
         attention_table_ptr,
         attention_table_stride,
+        attention_columns,
         table_ptr,
         table_head_stride,
         table_row_stride,

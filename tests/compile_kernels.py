@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every kernel that the library launches for GPUs that are not there, and say what each takes of the hardware.
+
+Launches are recorded, not made: the library's own functions are called with CPU tensors under a target's facts, and what they
+would have launched is compiled. Not in a process with TRITON_INTERPRET. As a script: `compile_kernels.py [target ...]`.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import lightning_indexer as li
+from lightning_indexer import ops, policy, triton_backend, workspace
+from lightning_indexer.spec import IndexerSpec, Shard
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    gpu: GPUTarget
+    facts: policy.DeviceFacts
+    shared: int  # bytes that a program can have
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), policy.DeviceFacts("nvidia", (8, 0), 108), 163 * KIB),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), policy.DeviceFacts("nvidia", (9, 0), 132), 227 * KIB),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), policy.DeviceFacts("nvidia", (10, 0), 148), 227 * KIB),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), policy.DeviceFacts("nvidia", (12, 0), 170), 99 * KIB),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), policy.DeviceFacts("amd", (9, 4), 304), 64 * KIB),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), policy.DeviceFacts("amd", (9, 5), 256), 160 * KIB),
+}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the library, by what decides which kernels it launches."""
+
+    kind: str  # "decode", "keys", "scores", "plan", "select", "merge", "prefill"
+    heads: int = 4
+    query_len: int = 1
+    planned: bool = False
+    table: int = 0  # attention page size of a sparse table
+    order: str = "score"
+    longest: int = 1 << 17
+    rows: int = 64  # of prefill
+    spec: IndexerSpec = IndexerSpec()  # noqa: RUF009
+    dtype: torch.dtype = torch.bfloat16
+
+    def make(self) -> None:
+        """Make the call, under the facts of a target and with launches recorded."""
+        spec, shard = self.spec, Shard()
+        seq_lens = torch.ones(2, dtype=torch.int32)
+        block_table = torch.zeros(2, 1, dtype=torch.int32)
+        rows = self.rows if self.kind == "prefill" else 2 * self.query_len
+        q = torch.zeros(rows, self.heads, spec.head_dim, dtype=self.dtype)
+        cache = li.IndexCache.wrap(torch.zeros(1, spec.block_size, spec.head_dim, dtype=self.dtype), spec)
+        ids = torch.zeros(self.heads, rows, spec.topk, dtype=torch.int32)
+        keys = torch.zeros(2, self.heads, rows, spec.topk, dtype=torch.int64)
+        scores = torch.zeros(self.heads, rows, 1)
+        sparse = None
+        if self.table:
+            parts = spec.block_size // self.table
+            out = torch.zeros(self.heads, rows, spec.topk * parts, dtype=torch.int32)
+            held = torch.zeros(self.heads, rows, dtype=torch.int32)
+            sparse = li.SparseTable(block_table, out, held, self.table, parts)
+        plan = li.plan_step(seq_lens, spec=spec) if self.planned or self.kind == "plan" else None
+        step = (q, cache, block_table, seq_lens, spec, self.query_len, self.longest)
+        if self.kind == "decode":
+            triton_backend.decode(*step, self.order, sparse, ids, plan, None)
+        elif self.kind == "keys":
+            triton_backend.decode_keys(*step, Shard(1, 2))
+        elif self.kind == "scores":
+            triton_backend.score_blocks(*step, shard, scores)
+        elif self.kind == "select":
+            triton_backend.select_keys(scores, seq_lens, spec, self.query_len, shard, keys[0])
+        elif self.kind == "merge":
+            triton_backend.merge_keys(keys, seq_lens, spec, self.query_len, self.order, sparse, ids)
+        elif self.kind == "prefill":
+            bounds = torch.tensor([0, 1, rows], dtype=torch.int32)
+            triton_backend.prefill(*step[:3], bounds, seq_lens, spec, self.longest, self.order, ids)
+
+
+def heads_and_rows(columns: int) -> dict[str, int]:
+    """A call of `columns` query columns per request: 4 heads, if there are as many."""
+    return {"heads": min(columns, 4), "query_len": max(1, columns // 4)}
+
+
+MERGES = [
+    Call("plan"),
+    Call("select"),
+    Call("merge"),
+    Call("merge", order="block", table=16),
+]
+PREFILLS = [
+    Call("prefill", rows=64),  # few tiles: the context is split
+    Call("prefill", rows=1 << 15),
+    Call("prefill", rows=64, order="block"),
+]
+# What MiniMax-M3 launches.
+FULL = [
+    *(Call(kind, **heads_and_rows(columns)) for kind in ("decode", "scores") for columns in (1, 4, 16, 64)),
+    *(Call("decode", planned=True, order="block", table=16, **heads_and_rows(columns)) for columns in (4, 64)),
+    Call("keys"),
+    *MERGES,
+    *PREFILLS,
+]
+BRIEF = [
+    Call("decode", **heads_and_rows(64)),
+    Call("decode", planned=True, order="block", table=16),
+    *(Call("scores", **heads_and_rows(columns)) for columns in (1, 4, 16)),
+    *MERGES,
+    *PREFILLS[:2],
+]
+GEOMETRIES = [
+    (IndexerSpec(topk=64), torch.bfloat16),
+    (IndexerSpec(topk=1, block_size=64, head_dim=64), torch.float16),
+    (IndexerSpec(topk=16, block_size=256), torch.bfloat16),
+    (IndexerSpec(topk=16), torch.float32),
+]
+OTHERS = [
+    Call(kind, spec=spec, dtype=dtype, **rest)
+    for spec, dtype in GEOMETRIES
+    for kind, rest in (("decode", {}), ("scores", {"query_len": 16}), ("prefill", {"rows": 64}))
+]
+CALLS = {
+    "sm_80": BRIEF,
+    "sm_90": FULL + OTHERS,
+    "sm_100": BRIEF,
+    "sm_120": BRIEF,
+    "gfx942": [*BRIEF, Call("keys")],
+    "gfx950": BRIEF,
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch, as the compiler takes it."""
+
+    kernel: JITFunction
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel and those of its constants that are not merely sizes of the geometry."""
+        told = (f"{name}={value}" for name, value in self.constants if name.isupper())
+        return f"{self.kernel.__name__} {' '.join(told)}"
+
+
+def record(kernel: JITFunction, arguments: tuple[Any, ...], named: dict[str, Any]) -> Launch:
+    """What Triton would compile for a launch, by its rules of specialisation."""
+    bound = {**dict(zip(kernel.arg_names, arguments, strict=False)), **named}
+    signature, constants, aligned = {}, {}, []
+    for parameter in kernel.params:
+        value = bound.pop(parameter.name)
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                aligned.append(parameter.name)
+        elif special and value == 1:
+            signature[parameter.name], constants[parameter.name] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            if special and value % 16 == 0 and not parameter.do_not_specialize_on_alignment:
+                aligned.append(parameter.name)
+    options = tuple(sorted((name, value) for name, value in bound.items() if name not in ("grid", "warmup")))
+    return Launch(kernel, tuple(signature.items()), tuple(constants.items()), tuple(aligned), options)
+
+
+def launches(target: Target, calls: list[Call]) -> list[Launch]:
+    """All different launches that some calls make on a target."""
+    found: dict[Launch, None] = {}
+
+    def run(kernel: JITFunction, *arguments: Any, **named: Any) -> None:
+        found[record(kernel, arguments, named)] = None
+
+    facts = mock.Mock(return_value=target.facts)
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(ops, "backend_of", return_value=triton_backend),
+        mock.patch.object(ops, "device_facts", facts),
+        mock.patch.object(triton_backend, "device_facts", facts),
+        mock.patch.object(workspace, "device_facts", facts),
+    ):
+        for call in calls:
+            call.make()
+    return list(found)
+
+
+def build(target: Target, launch: Launch) -> dict[str, Any]:
+    """Compile a launch; registers, stack and shared bytes, spills, seconds, and whether it waits for the kernel before."""
+    begun = time.perf_counter()
+    fn = launch.kernel
+    attributes = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
+    source = ASTSource(fn=fn, signature=dict(launch.signature), constexprs=dict(launch.constants), attrs=attributes)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a failure prints all of the assembly
+            kernel = triton.compile(source, target=target.gpu, options=dict(launch.options))
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        reason = next((line for line in lines if "fatal" in line), lines[-1])
+        return {"error": f"{type(error).__name__}: {reason}"}
+    usage = cuda_usage(kernel.asm["cubin"]) if target.gpu.backend == "cuda" else hip_usage(kernel.asm["amdgcn"])
+    waits = target.gpu.backend == "cuda" and "griddepcontrol" in kernel.asm["ptx"]
+    return {**usage, "shared": kernel.metadata.shared, "waits": waits, "seconds": time.perf_counter() - begun}
+
+
+def cuda_usage(cubin: bytes) -> dict[str, int]:
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
+    return {"registers": registers, "stack": stack, "spills": 0, "scalars": 0}
+
+
+def hip_usage(assembly: str) -> dict[str, int]:
+    def count(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", assembly).group(1))
+
+    return {
+        "registers": count("vgpr_count"),
+        "stack": count("private_segment_fixed_size"),
+        "spills": count("vgpr_spill_count"),
+        "scalars": count("sgpr_spill_count"),  # kept in lanes of vector registers: told, no fault
+    }
+
+
+def _build_one(job: tuple[str, int]) -> dict[str, Any]:
+    name, number = job
+    launch = launches(TARGETS[name], CALLS[name])[number]
+    told = {"target": name, "launch": launch.name, "pdl": dict(launch.options).get("launch_pdl", False)}
+    return {**told, **build(TARGETS[name], launch)}
+
+
+def build_all(names: list[str], processes: int = 2) -> list[dict[str, Any]]:
+    """Compile everything for some targets."""
+    jobs = [(name, number) for name in names for number in range(len(launches(TARGETS[name], CALLS[name])))]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_build_one, jobs))
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """What is wrong with a compiled launch."""
+    if "error" in row:
+        return [row["error"]]
+    found = []
+    limit = TARGETS[row["target"]].shared
+    if row["shared"] > limit:
+        found.append(f"{row['shared']} bytes of shared memory, of {limit}")
+    if row["target"] in ("sm_90", "gfx942", "gfx950") and (row["stack"] or row["spills"]):
+        found.append(f"spills: stack {row['stack']} bytes, {row['spills']} registers")
+    if row["waits"] != row["pdl"]:
+        found.append("waits for the kernel before, launched without PDL" if row["waits"] else "does not wait, with PDL")
+    return found
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'target':8} {'regs':>5} {'stack':>5} {'spills':>6} {'scalars':>7} {'shared':>7} {'s':>5}  launch"]
+    for row in rows:
+        numbers = [row.get(name, "-") for name in ("registers", "stack", "spills", "scalars", "shared")]
+        told = " ".join(f"{number:>{width}}" for number, width in zip(numbers, (5, 5, 6, 7, 7), strict=True))
+        wrong = "".join(f"  <- {fault}" for fault in faults(row))
+        lines.append(f"{row['target']:8} {told} {row.get('seconds', 0):5.1f}  {row['launch']}{wrong}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    path = arguments[arguments.index("--json") + 1] if "--json" in arguments else None
+    names = [argument for argument in arguments if argument in TARGETS] or list(TARGETS)
+    rows = build_all(names)
+    print(f"Triton {triton.__version__}\n{report(rows)}")
+    if path is not None:
+        pathlib.Path(path).write_text(json.dumps([{**row, "faults": faults(row)} for row in rows]))
+    return 1 if any(faults(row) for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
