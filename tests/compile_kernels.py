@@ -33,6 +33,10 @@ import lightning_indexer as li
 from lightning_indexer import ops, policy, triton_backend, workspace
 from lightning_indexer.spec import IndexerSpec, Shard
 
+# Bytes of stack on sm_90. The prefill kernel is held to 128 registers so that two programs fit a multiprocessor, and
+# spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md).
+STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8}
+
 KIB = 1024
 
 
@@ -144,7 +148,6 @@ GEOMETRIES = [
     (IndexerSpec(topk=64), torch.bfloat16),
     (IndexerSpec(topk=1, block_size=64, head_dim=64), torch.float16),
     (IndexerSpec(topk=16, block_size=256), torch.bfloat16),
-    (IndexerSpec(topk=16), torch.float32),
 ]
 OTHERS = [
     Call(kind, spec=spec, dtype=dtype, **rest)
@@ -283,7 +286,8 @@ def faults(row: dict[str, Any]) -> list[str]:
     limit = TARGETS[row["target"]].shared
     if row["shared"] > limit:
         found.append(f"{row['shared']} bytes of shared memory, of {limit}")
-    if row["target"] in ("sm_90", "gfx942", "gfx950") and (row["stack"] or row["spills"]):
+    allowed = STACK_ALLOWED.get(row["launch"].split()[0], 0) if row["target"] == "sm_90" else 0
+    if row["target"] in ("sm_90", "gfx942", "gfx950") and (row["stack"] > allowed or row["spills"]):
         found.append(f"spills: stack {row['stack']} bytes, {row['spills']} registers")
     if row["waits"] != row["pdl"]:
         found.append("waits for the kernel before, launched without PDL" if row["waits"] else "does not wait, with PDL")

@@ -115,8 +115,8 @@ def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16) -> 
     sorts = tuple(max(topk, size) for size in (16, 32, 64))
     facts = policy.DeviceFacts("nvidia", (8, 0), programs)
 
-    def prefill_policy(facts: policy.DeviceFacts, page_bytes: int) -> policy.PrefillPolicy:
-        return replace(policy.prefill_policy(facts, page_bytes), columns=prefill_columns, programs=programs)
+    def prefill_policy(*given: object) -> policy.PrefillPolicy:
+        return replace(policy.prefill_policy(*given), columns=prefill_columns, programs=programs)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (ops, triton_backend, workspace):

@@ -650,6 +650,17 @@ def test_merge_leaves_blocks_that_a_row_cannot_see_out_of_the_table():
     assert outputs[0][1:] == ([[[11, 4, 8, 0]]], [[64 + 64 + 22]])
 
 
+def test_a_float32_cache_is_refused():
+    """Its exact products take no matrix unit."""
+    spec = spec_of()
+    pages = torch.zeros(2, spec.block_size, spec.head_dim)
+    cache = li.IndexCache.wrap(pages, spec)
+    q = torch.zeros(1, 1, spec.head_dim)
+    out = torch.empty(1, 1, 2)
+    with pytest.raises(ValueError, match=r"cache: expected format bf16 or fp16 on a GPU, got fp32"):
+        triton_backend.score_blocks(q, cache, table([0, 1]), lengths(100), spec, 1, 128, Shard(), out)
+
+
 # Prefill.
 
 

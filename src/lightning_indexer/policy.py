@@ -100,8 +100,8 @@ def decode_policy(facts: DeviceFacts, page_bytes: int) -> DecodePolicy:
     )
 
 
-def prefill_policy(facts: DeviceFacts, page_bytes: int) -> PrefillPolicy:
-    """Policy of the prefill kernels for pages of `page_bytes`.
+def prefill_policy(facts: DeviceFacts, page_bytes: int, keep: int) -> PrefillPolicy:
+    """Policy of the prefill kernels for pages of `page_bytes`, and `keep` candidates per column.
 
     H200, 2026-11-29, bf16, 4 heads, 8,192 tokens after 131,072: two programs of 8 warps per multiprocessor, held to 128
     registers a thread, took 2.32 ms; one with 181 registers 2.85 ms; 64 columns with 4 warps 3.31 ms.
@@ -113,7 +113,7 @@ def prefill_policy(facts: DeviceFacts, page_bytes: int) -> PrefillPolicy:
         num_warps=8 if wide else 4,
         num_stages=_stages(page_bytes, 2, 32768),
         pdl=_is_hopper_like(facts),
-        max_registers=128 if wide else None,
+        max_registers=128 if wide and keep <= 16 else None,
     )
 
 

@@ -15,6 +15,7 @@ from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
 
+MATRIX_FORMATS = ("bf16", "fp16")  # exact float32 products take no matrix unit, and many more registers than there are
 ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
 PREFILL_KEYS = 4096  # keys that a prefill tile holds in registers
@@ -28,6 +29,13 @@ def check_aligned(argument: str, tensor: torch.Tensor) -> None:
     strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
     fits = tensor.data_ptr() % 16 == 0 and all(stride % ALIGNED == 0 for stride in strides)
     require(fits, argument, "address and strides that are multiples of 16 bytes", f"strides {tuple(tensor.stride())}")
+
+
+def check_cache(cache: IndexCache) -> None:
+    """Require a format that the matrix unit takes, and alignment."""
+    formats = " or ".join(MATRIX_FORMATS)
+    require(cache.format.name in MATRIX_FORMATS, "cache", f"format {formats} on a GPU", cache.format.name)
+    check_aligned("cache", cache.data)
 
 
 def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, plan: StepPlan) -> None:
@@ -185,7 +193,7 @@ class _Decode:
         workspace: Workspace | None,
     ) -> None:
         check_aligned("q", q)
-        check_aligned("cache", cache.data)
+        check_cache(cache)
         self.q, self.cache, self.block_table, self.seq_lens = q, cache, block_table, seq_lens
         self.spec, self.query_len, self.longest, self.free, self.shard = spec, query_len, longest, free, shard
         self.requests, self.heads = len(seq_lens), q.shape[1]
@@ -311,13 +319,13 @@ def prefill(
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
     check_aligned("q", q)
-    check_aligned("cache", cache.data)
+    check_cache(cache)
     rows, heads, dim = q.shape
     if not rows:
         return
     requests = len(seq_lens)
-    policy = prefill_policy(device_facts(q.device), cache.page_bytes)
     keep = max(2, power_of_two(spec.topk))
+    policy = prefill_policy(device_facts(q.device), cache.page_bytes, keep)
     columns = max(16, min(policy.columns, PREFILL_KEYS // keep))
     heads_per_tile = min(heads, columns)
     head_tiles = -(-heads // heads_per_tile)
