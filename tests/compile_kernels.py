@@ -96,7 +96,7 @@ class Call:
             out = torch.zeros(self.heads, rows, spec.topk * parts, dtype=torch.int32)
             held = torch.zeros(self.heads, rows, dtype=torch.int32)
             sparse = li.SparseTable(block_table, out, held, self.table, parts)
-        plan = li.plan_step(seq_lens, spec=spec) if self.planned or self.kind == "plan" else None
+        plan = li.plan_step(seq_lens, spec=spec, max_seq_len=self.longest) if self.planned or self.kind == "plan" else None
         step = (q, cache, block_table, seq_lens, spec, self.query_len, self.longest)
         if self.kind == "decode":
             triton_backend.decode(*step, self.order, sparse, ids, plan, None)

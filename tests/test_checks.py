@@ -609,3 +609,36 @@ def test_indexer_warmup_refuses_an_unknown_format():
     indexer = li.ContextParallelIndexer(SPEC, max_rows=8, max_seq_len=320, device="cpu")
     with pytest.raises(ValueError, match=r"cache_format: expected 'bf16' or .*, got 'int3'"):
         indexer.warmup("int3")
+
+
+def test_a_plan_is_for_one_bound_order_and_batch():
+    spec = li.IndexerSpec()
+    cache, q = torch.zeros(4, 128, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 128, dtype=torch.bfloat16)
+    table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([300], dtype=torch.int32)
+
+    def call(**options: object) -> torch.Tensor:
+        return li.decode(q, cache, table, lens, spec=spec, **options)
+
+    plan = li.plan_step(lens, spec=spec, max_seq_len=512)
+    assert torch.equal(call(plan=plan), call())
+    with pytest.raises(ValueError, match="plan: expected one for max_seq_len 400, got one for 512"):
+        call(plan=plan, max_seq_len=400)
+    with pytest.raises(ValueError, match="plan: expected one for order 'block' and topk 16"):
+        call(plan=plan, order="block")
+    with pytest.raises(ValueError, match="max_seq_len: expected an int >= 0, got -1"):
+        li.plan_step(lens, spec=spec, max_seq_len=-1)
+    with pytest.raises(ValueError, match="plan: expected a StepPlan or None, got int"):
+        call(plan=3)
+    with pytest.raises(ValueError, match="workspace: expected a Workspace or None, got int"):
+        call(workspace=3)
+
+
+def test_devices_and_specs_are_checked():
+    with pytest.raises(ValueError, match="device: expected a GPU, got cpu"):
+        li.Workspace(li.IndexerSpec(), max_requests=1, max_columns=1, device="cpu")
+    with pytest.raises(ValueError, match="device: expected an available device, got 'nowhere'"):
+        li.ContextParallelIndexer(li.IndexerSpec(), max_rows=1, max_seq_len=128, device="nowhere")
+    with pytest.raises(ValueError, match="spec: expected an IndexerSpec, got NoneType"):
+        li.IndexCache.empty(1, None)
+    with pytest.raises(ValueError, match="page_size: expected an int from 1 to 128, got 0"):
+        li.warmup(li.IndexerSpec(), device="cpu", page_size=0)

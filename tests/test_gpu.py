@@ -162,6 +162,10 @@ def test_selection_against_the_reference(pool):
     assert_same_rows(decode(inputs).cpu(), want)
 
 
+def bound_of(inputs: Inputs) -> int:
+    return inputs.block_table.shape[1] * inputs.spec.block_size
+
+
 def test_batch_of_64(pool):
     generator = torch.Generator().manual_seed(64)
     tokens = (65_536 * torch.rand(64, generator=generator) ** 6).int().tolist()
@@ -169,7 +173,7 @@ def test_batch_of_64(pool):
     scores = score(inputs)
     assert_scores(inputs, scores)
     for order in ("score", "block"):
-        plan = li.plan_step(inputs.seq_lens, spec=SPEC, order=order)
+        plan = li.plan_step(inputs.seq_lens, spec=SPEC, max_seq_len=bound_of(inputs), order=order)
         want = torch_selection(inputs, scores, order)
         assert_same_rows(decode(inputs, order=order), want)
         assert_same_rows(decode(inputs, order=order, plan=plan), want)
@@ -465,7 +469,7 @@ def plain(inputs: Inputs, out: torch.Tensor) -> None:
 
 def planned(inputs: Inputs, out: torch.Tensor) -> None:
     """Plan, then two layers with it."""
-    plan = li.plan_step(inputs.seq_lens, spec=inputs.spec)
+    plan = li.plan_step(inputs.seq_lens, spec=inputs.spec, max_seq_len=bound_of(inputs))
     decode(inputs, plan=plan)
     decode(inputs, out=out, plan=plan)
 

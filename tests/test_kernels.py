@@ -327,8 +327,9 @@ def decode(
     return out
 
 
-def plan_of(inputs: Inputs, order: str = "score") -> StepPlan:
-    return li.plan_step(inputs.seq_lens, spec=inputs.spec, order=order)
+def plan_of(inputs: Inputs, order: str = "score", longest: int | None = None) -> StepPlan:
+    longest = inputs.block_table.shape[1] * inputs.spec.block_size if longest is None else longest
+    return li.plan_step(inputs.seq_lens, spec=inputs.spec, max_seq_len=longest, order=order)
 
 
 def rules_of(spec: IndexerSpec) -> dict:
@@ -490,6 +491,8 @@ def test_lengths_past_the_bound_count_as_the_bound(query_len):
         scores = score(bounded, longest=longest)
         assert_same_rows(score(inputs, longest=longest), scores)
         assert_same_rows(decode(inputs, longest=longest), selection(bounded, scores))
+        planned = decode(inputs, longest=longest, plan=plan_of(inputs, longest=longest))
+        assert_same_rows(planned, selection(bounded, scores))
 
 
 def test_more_rows_than_requests():

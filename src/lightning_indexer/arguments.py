@@ -6,23 +6,17 @@ past the bound are taken as the bound.
 """
 
 import itertools
-from typing import Any
 
 import torch
 
 from lightning_indexer.cache import IndexCache, as_cache
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.rows import visible_blocks
-from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
+from lightning_indexer.workspace import StepPlan
 
 INT32 = (torch.int32,)
-
-
-def check_spec(spec: Any) -> IndexerSpec:
-    require(isinstance(spec, IndexerSpec), "spec", "an IndexerSpec", type(spec).__name__)
-    checked: IndexerSpec = spec
-    return checked
 
 
 def check_shard(shard: Shard | None) -> Shard:
@@ -114,3 +108,8 @@ def check_ids_out(out: torch.Tensor | None, heads: int, rows: int, spec: Indexer
 
 def check_order(order: str) -> None:
     check_choice("order", order, ("score", "block"))
+
+
+def check_plan(plan: StepPlan, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int) -> None:
+    require(isinstance(plan, StepPlan), "plan", "a StepPlan or None", type(plan).__name__)
+    plan.check(spec, shard, requests, order, longest)

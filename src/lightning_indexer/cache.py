@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
-from lightning_indexer.spec import IndexerSpec
+from lightning_indexer.spec import IndexerSpec, check_spec
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -87,6 +87,7 @@ class IndexCache:
         Raises:
             ValueError: no pages, or an unknown format.
         """
+        check_spec(spec)
         check_int("num_pages", num_pages, 1)
         check_choice("format", format, tuple(FORMATS))
         chosen = FORMATS[format]
@@ -109,6 +110,7 @@ class IndexCache:
         Raises:
             ValueError: shape, dtype or strides do not fit spec and format.
         """
+        check_spec(spec)
         require(isinstance(tensor, torch.Tensor), "cache", "a torch.Tensor or an IndexCache", type(tensor).__name__)
         if format is None:
             by_dtype = {candidate.dtype: name for name, candidate in FORMATS.items()}

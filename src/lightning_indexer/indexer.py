@@ -24,15 +24,14 @@ from lightning_indexer.arguments import (
     check_order,
     check_rows,
     check_sparse_table,
-    check_spec,
     check_table,
 )
 from lightning_indexer.cache import FORMATS, IndexCache, as_cache
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
-from lightning_indexer.ops import backend_of
-from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.ops import backend_of, check_device
+from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
 
 Checked = TypeVar("Checked")
@@ -89,10 +88,13 @@ class ContextParallelIndexer:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         require(self.rank >= 0, "group", "a group that this process is in", "one that it is not in")
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else None
 
         def check() -> Message:
             check_spec(spec).owned_heads(self.rank, self.world)
+            number = timeout is None or (isinstance(timeout, (int, float)) and timeout > 0)
+            require(number, "timeout", "a number of seconds > 0 or None", repr(timeout))
+            self.device = check_device(device)
             check_int("max_rows", max_rows, 1)
             check_int("max_seq_len", max_seq_len, 1)
             check_choice("transport", transport, ("auto", "collective"))
@@ -101,17 +103,16 @@ class ContextParallelIndexer:
                 **dataclasses.asdict(spec),
                 "max_rows": max_rows,
                 "max_seq_len": max_seq_len,
-                "device": torch.device(device).type,
+                "device": self.device.type,
                 "transport": transport,
                 "dispatch": dispatch,
-                "arithmetic": arithmetic(torch.device(device)),
+                "arithmetic": arithmetic(self.device),
             }
 
         self._agree("ContextParallelIndexer", check, lambda configuration: configuration)
         self.spec = spec
         self.max_rows = max_rows
         self.max_seq_len = max_seq_len
-        self.device = torch.empty(0, device=device).device  # with its index, as tensors report it
         self.owned_heads = spec.owned_heads(self.rank, self.world)
         self.shard = Shard(self.rank, self.world)
         self.dispatch = "replicated" if dispatch == "replicated" or self.world == 1 else "sharded"
@@ -183,6 +184,8 @@ class ContextParallelIndexer:
             heads = q if q.shape[1] == spec.num_heads else self._transport.gather_queries(q)
             arguments = (heads, step.cache, block_table, seq_lens, spec, query_len, step.longest)
             keys = self._transport.exchange_keys(backend.decode_keys(*arguments, self.shard))
+            if self.device.type != "cpu":
+                seq_lens = seq_lens.clamp(max=step.longest)  # as the scorer took them
             backend.merge_keys(keys, seq_lens, spec, query_len, order, sparse_table, step.out)
         return step.out
 
@@ -220,6 +223,7 @@ class ContextParallelIndexer:
         require(checked.device == self.device, "cache", f"device {self.device}", f"device {checked.device}")
         check_tensor("q", q, ("T", "heads", spec.head_dim), checked.format.query_dtypes, self.device)
         rows, heads, _ = q.shape
+        backend_of(self.device).check_operands(q, checked)
         counts = f"{owned} owned or all {spec.num_heads} heads"
         require(heads in (owned, spec.num_heads), "q", counts, f"{heads} heads")
         require(rows <= self.max_rows, "q", f"at most max_rows ({self.max_rows}) rows", f"{rows} rows")

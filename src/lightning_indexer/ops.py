@@ -13,18 +13,18 @@ from lightning_indexer.arguments import (
     check_ids_out,
     check_lengths,
     check_order,
+    check_plan,
     check_query,
     check_rows,
     check_shard,
     check_sparse_table,
-    check_spec,
     check_table,
 )
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.checks import check_int, check_tensor, require
 from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.rows import visible_blocks
-from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import StepPlan, Workspace, unscored_blocks
 
@@ -43,6 +43,22 @@ def backend_of(device: torch.device) -> Any:
         require(error.name != "triton", "device", f"Triton, for tensors on {device} (pip install triton)", "none installed")
         raise
     return triton_backend
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device as tensors report it, with its index.
+
+    Raises:
+        ValueError: there is no such device, or none of our backends runs on it.
+    """
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        require(False, "device", "an available device", f"{device!r} ({str(error).splitlines()[0]})")
+        raise
+    if backend_of(found) is not torch_backend:
+        device_facts(found)
+    return found
 
 
 @torch.no_grad()
@@ -214,8 +230,9 @@ def decode(
     rows, heads, _ = q.shape
     check_sparse_table(sparse_table, spec, seq_lens, heads, rows, q.device)
     if plan is not None:
-        plan.check(spec, Shard(), seq_lens.shape[0], order)
+        check_plan(plan, spec, Shard(), seq_lens.shape[0], order, longest)
     if workspace is not None:
+        require(isinstance(workspace, Workspace), "workspace", "a Workspace or None", type(workspace).__name__)
         workspace.check(spec, seq_lens.shape[0], query_len * heads, q.device)
     out = check_ids_out(out, heads, rows, spec, q.device)
     backend_of(q.device).decode(
@@ -229,7 +246,7 @@ def plan_step(
     seq_lens: torch.Tensor,
     *,
     spec: IndexerSpec,
-    max_seq_len: int | None = None,
+    max_seq_len: int,
     order: str = "score",
     shard: Shard | None = None,
     out: StepPlan | None = None,
@@ -241,7 +258,9 @@ def plan_step(
     Args:
         seq_lens: `[R]` int32.
         spec: geometry.
-        max_seq_len, order: what `decode` is given.
+        max_seq_len: the bound for the lengths, the one of the `decode` calls: what they are given, or else B times the
+            columns of their table.
+        order: the order of the `decode` calls.
         shard: whose blocks; None is the whole context.
         out: an earlier plan on the same device, made anew in place, so that a captured graph finds it.
 
@@ -255,14 +274,15 @@ def plan_step(
     check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
     device = seq_lens.device
     check_order(order)
+    check_int("max_seq_len", max_seq_len, 0)
+    longest = min(max_seq_len, torch.iinfo(torch.int32).max)
     block_size, requests, free = check_spec(spec).block_size, seq_lens.shape[0], unscored_blocks(spec, order)
     if backend_of(device) is torch_backend:
-        return StepPlan(None, None, shard, block_size, free)
+        return StepPlan(None, None, shard, block_size, free, longest)
     if out is None:
         shares = torch.empty(decode_programs(device_facts(device)), 4, dtype=torch.int32, device=device)
-        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size, free)
-    out.check(spec, shard, requests, order)
-    longest = torch.iinfo(torch.int32).max if max_seq_len is None else max_seq_len
+        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size, free, longest)
+    check_plan(out, spec, shard, requests, order, longest)
     backend_of(device).plan_step(seq_lens, spec, longest, shard, out)
     return out
 

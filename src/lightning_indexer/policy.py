@@ -26,10 +26,11 @@ class DecodePolicy:
     num_warps: int
     num_stages: int  # page buffers per program, one of them in use
     pdl: bool  # programmatic dependent launch: the launch overlaps the tail of the kernel before
+    instruction: dict[str, int]  # options that fix the matrix instruction
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | _pdl_option(self.pdl)
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **_pdl_option(self.pdl), **self.instruction}
 
     def select_options(self) -> dict[str, Any]:
         """Keyword arguments of the launch that selects."""
@@ -45,13 +46,14 @@ class PrefillPolicy:
     num_warps: int
     num_stages: int
     pdl: bool
+    instruction: dict[str, int]  # options that fix the matrix instruction
     max_registers: int | None  # per thread, so that two programs fit a multiprocessor; None leaves it to the compiler
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the launch that scores."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
-        return options | limit | _pdl_option(self.pdl)
+        return options | limit | _pdl_option(self.pdl) | self.instruction
 
     def merge_options(self) -> dict[str, Any]:
         """Keyword arguments of the launch that merges splits."""
@@ -67,8 +69,9 @@ def device_facts(device: torch.device) -> DeviceFacts:
     """Facts of a CUDA or HIP device.
 
     Raises:
-        ValueError: an NVIDIA GPU below compute capability 8.0.
+        ValueError: not a GPU, or an NVIDIA GPU below compute capability 8.0.
     """
+    require(device.type == "cuda", "device", "a GPU", str(device))
     properties = torch.cuda.get_device_properties(device)
     vendor = "amd" if torch.version.hip else "nvidia"
     capability = (properties.major, properties.minor)
@@ -97,6 +100,7 @@ def decode_policy(facts: DeviceFacts, page_bytes: int) -> DecodePolicy:
         # Three buffers of 32 KiB leave room for two programs in the 227 KiB of Hopper; elsewhere 64 to 100 KiB is all.
         num_stages=_stages(page_bytes, 3 if hopper else 2, 65536 if hopper else 32768),
         pdl=hopper,
+        instruction=_instruction(facts),
     )
 
 
@@ -113,8 +117,14 @@ def prefill_policy(facts: DeviceFacts, page_bytes: int, keep: int) -> PrefillPol
         num_warps=8 if wide else 4,
         num_stages=_stages(page_bytes, 2, 32768),
         pdl=_is_hopper_like(facts),
+        instruction=_instruction(facts),
         max_registers=128 if wide and keep <= 16 else None,
     )
+
+
+def _instruction(facts: DeviceFacts) -> dict[str, int]:
+    """AMD has several shapes of matrix instruction; a score must come from the same one in every kernel and tile."""
+    return {"matrix_instr_nonkdim": 16} if facts.vendor == "amd" else {}
 
 
 def _stages(page_bytes: int, most: int, largest: int) -> int:

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import torch
 
-from lightning_indexer.arguments import check_order, check_spec
+from lightning_indexer.arguments import check_order
 from lightning_indexer.cache import FORMATS, IndexCache
 from lightning_indexer.checks import check_choice, check_int
 from lightning_indexer.ops import decode, plan_step, prefill
-from lightning_indexer.spec import IndexerSpec
+from lightning_indexer.spec import IndexerSpec, check_spec
 from lightning_indexer.table import SparseTable
 
 BLOCKS = 64  # a bound that prefill splits the context of
@@ -50,7 +50,9 @@ def warmup(
     cache.data.zero_()
     block_table = torch.zeros(1, BLOCKS, dtype=torch.int32, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
-    plan = plan_step(one, spec=spec, order=order)
+    plan = plan_step(one, spec=spec, max_seq_len=BLOCKS * spec.block_size, order=order)
+    if page_size is not None:
+        check_int("page_size", page_size, 1, spec.block_size)
     for query_len in query_lens:
         check_int("query_len", query_len, 1)
         q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
@@ -61,7 +63,8 @@ def warmup(
                     q, cache, block_table, one, spec=spec, query_len=query_len, order=order, sparse_table=table, plan=planned
                 )
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    prefill(q[:1], cache, block_table, bounds, one, spec=spec, order=order)
+    q = torch.zeros(1, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
+    prefill(q, cache, block_table, bounds, one, spec=spec, order=order)
 
 
 def _table(spec: IndexerSpec, heads: int, rows: int, page_size: int, block_table: torch.Tensor) -> SparseTable:

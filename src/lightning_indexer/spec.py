@@ -108,6 +108,13 @@ class IndexerSpec:
         return max(1, world // self.num_heads)
 
 
+def check_spec(spec: Any) -> IndexerSpec:
+    """`spec`, which must be an `IndexerSpec`."""
+    require(isinstance(spec, IndexerSpec), "spec", "an IndexerSpec", type(spec).__name__)
+    checked: IndexerSpec = spec
+    return checked
+
+
 _CONFIG_NAMES = {
     "num_heads": ("index_n_heads", "sparse_num_index_heads"),
     "head_dim": ("index_head_dim", "sparse_index_dim"),

@@ -102,6 +102,10 @@ def candidates(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard) -
     return row_keys(scores, rows.lengths, spec, shard)
 
 
+def check_operands(q: torch.Tensor, cache: IndexCache) -> None:
+    """Whatever the formats are made of, torch can multiply it."""
+
+
 def score_blocks(
     q: torch.Tensor,
     cache: IndexCache,

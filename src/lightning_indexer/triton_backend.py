@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators as Triton kernels, for NVIDIA and AMD GPUs. Arguments have been checked; nothing here waits for the GPU."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,19 @@ MIN_SPLIT_BLOCKS = 4  # blocks of context that are worth a split
 MERGE_COLUMNS = 4  # of a prefill tile that one program merges
 
 
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function with its first tensor's GPU as the current one: Triton launches on that."""
+
+    @functools.wraps(function)
+    def run(first: torch.Tensor, *arguments: Any) -> Any:
+        if first.device.type != "cuda" or first.device.index == torch.cuda.current_device():
+            return function(first, *arguments)
+        with torch.cuda.device(first.device):
+            return function(first, *arguments)
+
+    return run
+
+
 def check_aligned(argument: str, tensor: torch.Tensor) -> None:
     """Require what the kernels' 16-byte loads need of a query or cache tensor."""
     strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
@@ -31,13 +46,15 @@ def check_aligned(argument: str, tensor: torch.Tensor) -> None:
     require(fits, argument, "address and strides that are multiples of 16 bytes", f"strides {tuple(tensor.stride())}")
 
 
-def check_cache(cache: IndexCache) -> None:
+def check_operands(q: torch.Tensor, cache: IndexCache) -> None:
     """Require a format that the matrix unit takes, and alignment."""
     formats = " or ".join(MATRIX_FORMATS)
     require(cache.format.name in MATRIX_FORMATS, "cache", f"format {formats} on a GPU", cache.format.name)
     check_aligned("cache", cache.data)
+    check_aligned("q", q)
 
 
+@on_its_device
 def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, plan: StepPlan) -> None:
     """Every program's share of a step, and the pages before each request, into `plan`."""
     assert plan.shares is not None
@@ -57,6 +74,7 @@ def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Sh
     )
 
 
+@on_its_device
 def score_blocks(
     q: torch.Tensor,
     cache: IndexCache,
@@ -72,6 +90,7 @@ def score_blocks(
     _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None).score(out)
 
 
+@on_its_device
 def decode(
     q: torch.Tensor,
     cache: IndexCache,
@@ -93,6 +112,7 @@ def decode(
     step.select(out, order, sparse_table)
 
 
+@on_its_device
 def decode_keys(
     q: torch.Tensor,
     cache: IndexCache,
@@ -111,6 +131,7 @@ def decode_keys(
     return keys
 
 
+@on_its_device
 def select_keys(
     scores: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, query_len: int, shard: Shard, out: torch.Tensor
 ) -> None:
@@ -140,6 +161,7 @@ def select_keys(
         )
 
 
+@on_its_device
 def merge_keys(
     keys: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -192,8 +214,7 @@ class _Decode:
         plan: StepPlan | None,
         workspace: Workspace | None,
     ) -> None:
-        check_aligned("q", q)
-        check_cache(cache)
+        check_operands(q, cache)
         self.q, self.cache, self.block_table, self.seq_lens = q, cache, block_table, seq_lens
         self.spec, self.query_len, self.longest, self.free, self.shard = spec, query_len, longest, free, shard
         self.requests, self.heads = len(seq_lens), q.shape[1]
@@ -280,7 +301,7 @@ class _Decode:
             PARTS=_parts(sparse_table, spec),
             KEYS=out.dtype == torch.int64,
             PLANNED=self.plan is not None,
-            PDL=self.policy.pdl and self.requests > 0,
+            PDL=self.policy.pdl,
             **self.policy.select_options(),
         )
 
@@ -306,6 +327,7 @@ def _table_strides(table: SparseTable | None) -> tuple[Any, ...]:
     return pages.stride(0), pages.shape[1], *out_strides, *lens_strides, table.page_stride
 
 
+@on_its_device
 def prefill(
     q: torch.Tensor,
     cache: IndexCache,
@@ -318,8 +340,7 @@ def prefill(
     out: torch.Tensor,
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
-    check_aligned("q", q)
-    check_cache(cache)
+    check_operands(q, cache)
     rows, heads, dim = q.shape
     if not rows:
         return
@@ -334,9 +355,8 @@ def prefill(
     blocks = -(-longest // spec.block_size)
     fitting = PREFILL_SCRATCH // (tiles * head_tiles * columns * keep * 8)
     splits = max(1, min(policy.programs // busy, blocks // MIN_SPLIT_BLOCKS, fitting))
-    keys = out
-    if splits > 1:
-        keys = torch.empty(head_tiles, tiles, splits, columns, keep, dtype=torch.int64, device=q.device)
+    slots = tiles if splits > 1 else 0
+    keys = torch.empty(head_tiles, slots, splits, columns, keep, dtype=torch.int64, device=q.device)
     shape = (requests, rows, longest, heads, heads_per_tile, spec.topk)
     constants = {
         "BLOCK": spec.block_size,

@@ -54,20 +54,17 @@ class Workspace:
         check_int("max_columns", max_columns, 1)
         self.device = torch.empty(0, device=device).device
         self.programs = decode_programs(device_facts(self.device))
-        self.max_requests = max_requests
-        self.max_columns = max_columns
         tilings = [DecodeTiling.of(spec, 1, columns) for columns in range(1, max_columns + 1)]
         slot = max(tiling.tiles * tiling.columns * tiling.keep for tiling in tilings)
         self.keys = torch.empty((self.programs + max_requests) * slot, dtype=torch.int64, device=self.device)
-        self.topk = spec.topk
 
     def check(self, spec: IndexerSpec, requests: int, columns: int, device: torch.device) -> None:
         """Raise ValueError unless a call of this size fits."""
         require(self.device == device, "workspace", f"one on {device}", f"one on {self.device}")
-        require(self.topk >= spec.topk, "workspace", f"one for topk {spec.topk} or more", f"one for {self.topk}")
-        enough = self.max_requests >= requests and self.max_columns >= columns
-        needed = f"max_requests >= {requests} and max_columns >= {columns}"
-        require(enough, "workspace", needed, f"{self.max_requests} and {self.max_columns}")
+        tiling = DecodeTiling.of(spec, 1, columns)
+        needed = (self.programs + requests) * tiling.tiles * tiling.columns * tiling.keep
+        size = f"room for {requests} requests, {columns} columns, topk {spec.topk} ({needed} keys)"
+        require(self.keys.numel() >= needed, "workspace", size, f"{self.keys.numel()} keys")
 
 
 def unscored_blocks(spec: IndexerSpec, order: str) -> int:
@@ -88,6 +85,7 @@ class StepPlan:
         shard: whose blocks were counted.
         block_size: B.
         free: blocks up to which a request is selected without scores.
+        longest: the bound for the lengths, in tokens.
     """
 
     shares: torch.Tensor | None
@@ -95,9 +93,11 @@ class StepPlan:
     shard: Shard
     block_size: int
     free: int
+    longest: int
 
-    def check(self, spec: IndexerSpec, shard: Shard, requests: int, order: str) -> None:
-        """Raise ValueError unless made for this geometry, shard, number of requests and order."""
+    def check(self, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int) -> None:
+        """Raise ValueError unless made for this geometry, shard, number of requests, order and bound."""
+        require(self.longest == longest, "plan", f"one for max_seq_len {longest}", f"one for {self.longest}")
         same = self.shard == shard and self.block_size == spec.block_size
         require(same, "plan", f"one for {shard}, block_size {spec.block_size}", f"{self.shard}, {self.block_size}")
         free = unscored_blocks(spec, order)

@@ -2,7 +2,7 @@
 """A case as tensors: layers out of one pool of pages, as an engine holds them, and the calls that are timed.
 
 All layers of a step share one block table and one set of lengths; a layer is a view of the pool. The calls are made here
-and nowhere else, so this is the file to change when an operator takes a workspace or a step plan.
+and nowhere else.
 """
 
 import math
@@ -116,7 +116,8 @@ def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torc
     if isinstance(case, PrefillCase):
         return _prefill_step(case, spec, q, caches, block_table, seq_lens, ids)
 
-    columns, shares = case.query_len * case.heads, li.plan_step(seq_lens, spec=spec)
+    columns, bound = case.query_len * case.heads, block_table.shape[1] * spec.block_size
+    shares = li.plan_step(seq_lens, spec=spec, max_seq_len=bound)
     gpu = device.type == "cuda"
     workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=device) if gpu else None
 
@@ -134,7 +135,7 @@ def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torc
         )
 
     def plan() -> None:
-        li.plan_step(seq_lens, spec=spec, out=shares)
+        li.plan_step(seq_lens, spec=spec, max_seq_len=bound, out=shares)
 
     return Step(spec, q, caches, block_table, seq_lens, case.query_len, ids, call, plan)
 

@@ -12,7 +12,7 @@ from lightning_indexer.spec import IndexerSpec
 class Case:
     """Decode rows over a paged cache, with the model's own choice where there is one.
 
-    Row `r * query_len + t` is query token `t` of request `r`, whose length `seq_lens[r]` counts it (DESIGN terms R, Q, T).
+    Row `r * query_len + t` is query token `t` of request `r`, whose length `seq_lens[r]` counts it.
     """
 
     name: str

@@ -213,7 +213,7 @@ def _is_near_tie(case: Case, head: int, row: int, chosen: torch.Tensor, found: t
         return float(terms.sum(dim=-1).max()), float(terms.abs().sum(dim=-1).max()) * gamma
 
     lost, gained = [exact(block) for block in theirs - ours], [exact(block) for block in ours - theirs]
-    return all(abs(a - b) <= bound_a + bound_b for a, bound_a in lost for b, bound_b in gained)
+    return len(lost) == len(gained) and all(abs(a - b) <= bound_a + bound_b for a, bound_a in lost for b, bound_b in gained)
 
 
 def _around(case: Case, head: int, row: int, expected: _Expected) -> list[tuple[int, float]]:

