@@ -15,7 +15,7 @@ def nan_max(a, b):
 
 @triton.jit
 def load_keys(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Keys of one page as the matrix unit takes them, `[B, D]`. The one place that knows the cache format."""
+    """Keys of one page as the matrix unit takes them, `[B, D]`. The one place in the kernels that knows the cache format."""
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
     tokens = tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM)
@@ -26,7 +26,7 @@ def load_keys(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM:
 def page_scores(keys, queries, block, lengths, BLOCK: tl.constexpr):
     """Scores of one block: keys `[B, D]`, queries `[D, columns]`, causal lengths `[columns]` to `[columns]` float32.
 
-    Every kernel computes a score with this product and no other, so its bits are the same in all of them.
+    Prefill swaps the operands (`keep_page`); the sum over D of an element is the same, and so are its bits.
     """
     dots = tl.dot(keys, queries, out_dtype=tl.float32, input_precision="ieee")  # [B, columns]
     positions = block * BLOCK + tl.arange(0, BLOCK)
