@@ -73,36 +73,6 @@ def draw_table(case: Case, spec: li.IndexerSpec, pages: int, generator: torch.Ge
     return table
 
 
-def decode_call(
-    q: torch.Tensor,
-    cache: li.IndexCache,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    spec: li.IndexerSpec,
-    query_len: int,
-    out: torch.Tensor,
-    plan: li.StepPlan,
-    workspace: li.Workspace | None,
-) -> None:
-    """The decode operator on one layer."""
-    li.decode(q, cache, block_table, seq_lens, spec=spec, query_len=query_len, out=out, plan=plan, workspace=workspace)
-
-
-def prefill_call(
-    q: torch.Tensor,
-    cache: li.IndexCache,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    spec: li.IndexerSpec,
-    out: torch.Tensor,
-) -> None:
-    """The prefill operator on one layer."""
-    li.prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec=spec, out=out)
-
-
 def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torch.Generator) -> Step:
     """The case on the pool's device, `rotation.views` layers of it."""
     spec, device = pool.spec, pool.device
@@ -122,7 +92,7 @@ def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torc
     workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=device) if gpu else None
 
     def call(view: int) -> None:
-        decode_call(
+        li.decode(
             q,
             caches[view],
             block_table,
@@ -152,7 +122,7 @@ def _prefill_step(
     bounds = torch.tensor([0, case.tokens], dtype=torch.int32, device=q.device)
 
     def call(view: int) -> None:
-        prefill_call(q, caches[view], block_table, bounds, seq_lens, spec=spec, out=ids[view])
+        li.prefill(q, caches[view], block_table, bounds, seq_lens, spec=spec, out=ids[view])
 
     query_len = math.gcd(case.tokens, CHUNK_QUERY_LEN)
     ends = torch.arange(query_len, case.tokens + 1, query_len, dtype=torch.int32, device=q.device)

@@ -14,6 +14,18 @@ def nan_max(a, b):
 
 
 @triton.jit
+def causal_length(length, token, query_len):
+    """Tokens that query token `token` of a request of `length` tokens sees; all broadcast."""
+    return tl.maximum(length - query_len + token + 1, 0)
+
+
+@triton.jit
+def owned_blocks(visible, rank, world):
+    """How many of the first `visible` blocks a rank owns."""
+    return (visible - rank + world - 1) // world
+
+
+@triton.jit
 def load_keys(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr):
     """Keys of one page as the matrix unit takes them, `[B, D]`. The one place in the kernels that knows the cache format."""
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)

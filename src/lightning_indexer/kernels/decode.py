@@ -18,7 +18,18 @@ stays in the L2.
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import block_count, keep_key, load_keys, nan_max, no_keys, page_scores, top_of, write_ids
+from lightning_indexer.kernels.common import (
+    block_count,
+    causal_length,
+    keep_key,
+    load_keys,
+    nan_max,
+    no_keys,
+    owned_blocks,
+    page_scores,
+    top_of,
+    write_ids,
+)
 from lightning_indexer.kernels.key import pack_keys
 
 LENGTHS = tl.constexpr(128)  # lengths looked at at once
@@ -34,7 +45,7 @@ def visible_blocks(length, longest, BLOCK: tl.constexpr):
 def request_pages(length, longest, free, rank, world, BLOCK: tl.constexpr):
     """Pages of a request that this rank works on; one where it sees at most `free` blocks, which need no scores."""
     visible = visible_blocks(length, longest, BLOCK)
-    owned = (visible - rank + world - 1) // world
+    owned = owned_blocks(visible, rank, world)
     return tl.where(visible <= free, tl.minimum(owned, 1), owned)
 
 
@@ -231,8 +242,8 @@ def score_kernel(
                 mask=(wide < query_len * heads)[None, :],
                 other=0.0,
             )  # [D, COLUMNS * SPREAD]
-            wide_lengths = length - query_len + wide // heads + 1
-            lengths = tl.maximum(length - query_len + token + 1, 0)
+            wide_lengths = causal_length(length, wide // heads, query_len)
+            lengths = causal_length(length, token, query_len)
             visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
             best = no_keys(COLUMNS, KEEP)
             if visible_blocks(length, longest, BLOCK) <= free:
@@ -348,7 +359,7 @@ def select_kernel(
     full = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
     full = tl.minimum(full, longest)
     pages = request_pages(full, longest, free, rank, world, BLOCK)
-    length = tl.where(request < requests, tl.maximum(full - query_len + row % query_len + 1, 0), 0)
+    length = tl.where(request < requests, causal_length(full, row % query_len, query_len), 0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

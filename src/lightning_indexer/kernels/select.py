@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import block_count, write_ids
+from lightning_indexer.kernels.common import block_count, causal_length, owned_blocks, write_ids
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 
@@ -13,7 +13,7 @@ def row_length(seq_lens_ptr, length_stride, row, requests, query_len):
     """Causal length of a decode row, 0 for padding."""
     length = 0
     if row < requests * query_len:
-        length = tl.maximum(tl.load(seq_lens_ptr + (row // query_len) * length_stride) - query_len + row % query_len + 1, 0)
+        length = causal_length(tl.load(seq_lens_ptr + (row // query_len) * length_stride), row % query_len, query_len)
     return length
 
 
@@ -61,7 +61,7 @@ def select_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     visible = block_count(row_length(seq_lens_ptr, length_stride, row, requests, query_len), BLOCK)
-    owned = tl.minimum((visible - rank + world - 1) // world, width)
+    owned = tl.minimum(owned_blocks(visible, rank, world), width)
     source = scores_ptr + head.to(tl.int64) * scores_head_stride + row.to(tl.int64) * scores_row_stride
     best = tl.zeros((1, KEEP), tl.int64)
     for first in range(0, owned, LANES):
