@@ -110,7 +110,7 @@ class Call:
             triton_backend.merge_keys(keys, seq_lens, spec, self.query_len, self.order, sparse, ids)
         elif self.kind == "prefill":
             bounds = torch.tensor([0, 1, rows], dtype=torch.int32)
-            triton_backend.prefill(*step[:3], bounds, seq_lens, spec, self.longest, self.order, ids)
+            triton_backend.prefill(*step[:3], bounds, seq_lens, spec, self.longest, self.order, ids, None)
 
 
 def heads_and_rows(columns: int) -> dict[str, int]:

@@ -349,6 +349,23 @@ def test_prefill_is_decode_row_by_row(pool, chunks, prefixes):
             assert_same_rows(ids[:, first:last], rows[:, 16 - (last - first) :])
 
 
+def test_prefill_in_a_workspace(pool):
+    """Nothing is allocated; the 48 MiB for prefill, and the little of a decode step, select the same."""
+    inputs = large_inputs(pool, [40_000], query_len=2)
+    q = torch.randn(300, 4, DIM, generator=torch.Generator().manual_seed(8)).bfloat16().to(DEVICE)
+    bounds = torch.tensor([0, 300], dtype=torch.int32, device=DEVICE)
+    arguments = (q, pool, inputs.block_table, bounds, inputs.seq_lens)
+    want = li.prefill(*arguments, spec=SPEC)
+    out = torch.empty_like(want)
+    for room in (True, False):
+        workspace = Workspace(SPEC, max_requests=1, max_columns=4, device=DEVICE, prefill=room)
+        workspace.keys.fill_(2**62 - 1)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        li.prefill(*arguments, spec=SPEC, out=out.fill_(-77), workspace=workspace)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert_same_rows(out, want)
+
+
 # Memory far away.
 
 
@@ -577,4 +594,9 @@ def test_a19_nothing_is_compiled_after_the_warmup(pool):
                     captured = capture(replace(live, seq_lens=torch.ones_like(live.seq_lens)), call, warm=False)
                     assert compiled == []
                     assert_same_rows(captured.replay(live), decode(live))
+    for rows in (1, 17, 8_192):
+        live = large_inputs(pool, [rows])
+        q = torch.ones(rows, 4, DIM, dtype=torch.bfloat16, device=DEVICE)
+        bounds = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+        li.prefill(q, pool, live.block_table, bounds, live.seq_lens, spec=SPEC)
     assert compiled == []

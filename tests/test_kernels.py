@@ -441,11 +441,12 @@ def test_plan_is_an_even_split():
         assert shares[0][0] == 0
         assert [share[0] for share in shares[1:used]] == [share[1] for share in shares[: used - 1]]
         assert shares[used - 1][1] == total
-        sizes = [end - first for first, end, _, _ in shares[:used]]
+        sizes = [end - first for first, end, *_ in shares[:used]]
         assert max(sizes) - min(sizes) <= 1
-        assert all(first == end for first, end, _, _ in shares[used:programs])
-        for first, _, request, before in shares[:used]:
+        assert all(first == end for first, end, *_ in shares[used:programs])
+        for first, _, request, before, length in shares[:used]:
             assert before == sum(counts[:request])
+            assert length == inputs.seq_lens[request]
             assert before <= first < before + counts[request]
 
 
@@ -699,12 +700,13 @@ PREFILL = {
 }
 
 
-def prefill(inputs: Inputs, bounds: torch.Tensor, order: str) -> torch.Tensor:
+def prefill(inputs: Inputs, bounds: torch.Tensor, order: str, workspace: Workspace | None = None) -> torch.Tensor:
     rows, heads, _ = inputs.q.shape
     out = torch.full((heads, rows, inputs.spec.topk), -77, dtype=torch.int32)
     cache = li.IndexCache.wrap(inputs.pages, inputs.spec)
     longest = inputs.block_table.shape[1] * inputs.spec.block_size
-    triton_backend.prefill(inputs.q, cache, inputs.block_table, bounds, inputs.seq_lens, inputs.spec, longest, order, out)
+    arguments = (inputs.q, cache, inputs.block_table, bounds, inputs.seq_lens, inputs.spec, longest, order)
+    triton_backend.prefill(*arguments, out, workspace)
     return out
 
 
@@ -752,6 +754,19 @@ def test_prefill_views_and_bounds(dtype):
         wide_lengths = torch.full((2, 2), 64, dtype=torch.int32)
         wide_lengths[:, 0] = inputs.seq_lens
         assert_same_rows(prefill(replace(inputs, seq_lens=wide_lengths[:, 0]), bounds, "score"), want)
+
+
+@pytest.mark.parametrize("max_requests", [1, 8, 60])
+def test_prefill_in_a_workspace(max_requests):
+    """Any workspace will do: with little room the context is not split, or split less."""
+    spec = spec_of(topk=4)
+    inputs = random_inputs(spec, [64 * 30, 64 * 12], heads=2, rows=6)
+    bounds = torch.tensor([0, 4, 6], dtype=torch.int32)
+    with interpreter.fake_device(12):
+        want = prefill(inputs, bounds, "score")
+        workspace = Workspace(spec, max_requests=max_requests, max_columns=8, device="cpu")
+        workspace.keys.fill_(2**62 - 1)  # would win if it were looked at
+        assert_same_rows(prefill(inputs, bounds, "score", workspace), want)
 
 
 @pytest.mark.parametrize("argument", ["q", "cache"])

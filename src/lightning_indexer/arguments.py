@@ -14,7 +14,7 @@ from lightning_indexer.checks import check_choice, check_int, check_tensor, requ
 from lightning_indexer.rows import visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import StepPlan
+from lightning_indexer.workspace import StepPlan, Workspace
 
 INT32 = (torch.int32,)
 
@@ -113,3 +113,8 @@ def check_order(order: str) -> None:
 def check_plan(plan: StepPlan, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int) -> None:
     require(isinstance(plan, StepPlan), "plan", "a StepPlan or None", type(plan).__name__)
     plan.check(spec, shard, requests, order, longest)
+
+
+def check_workspace(workspace: Workspace) -> Workspace:
+    require(isinstance(workspace, Workspace), "workspace", "a Workspace or None", type(workspace).__name__)
+    return workspace

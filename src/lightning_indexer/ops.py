@@ -19,6 +19,7 @@ from lightning_indexer.arguments import (
     check_shard,
     check_sparse_table,
     check_table,
+    check_workspace,
 )
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.checks import check_int, check_tensor, require
@@ -26,7 +27,7 @@ from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.rows import visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import StepPlan, Workspace, unscored_blocks
+from lightning_indexer.workspace import SHARE_FIELDS, StepPlan, Workspace, unscored_blocks
 
 
 def backend_of(device: torch.device) -> Any:
@@ -232,8 +233,7 @@ def decode(
     if plan is not None:
         check_plan(plan, spec, Shard(), seq_lens.shape[0], order, longest)
     if workspace is not None:
-        require(isinstance(workspace, Workspace), "workspace", "a Workspace or None", type(workspace).__name__)
-        workspace.check(spec, seq_lens.shape[0], query_len * heads, q.device)
+        check_workspace(workspace).check(spec, seq_lens.shape[0], query_len * heads, q.device)
     out = check_ids_out(out, heads, rows, spec, q.device)
     backend_of(q.device).decode(
         q, cache, block_table, seq_lens, spec, query_len, longest, order, sparse_table, out, plan, workspace
@@ -253,7 +253,8 @@ def plan_step(
 ) -> StepPlan:
     """What `decode` derives from the lengths, for all layers of a step: an even split of the pages over the GPU.
 
-    Optional: `decode` without a plan computes the same in every call. A plan is good for the lengths it was made from.
+    Optional: `decode` without a plan computes the same in every call. A plan is good for the lengths it was made from; those
+    and the block table must not change between this call and the `decode` calls, which read them early.
 
     Args:
         seq_lens: `[R]` int32.
@@ -280,7 +281,7 @@ def plan_step(
     if backend_of(device) is torch_backend:
         return StepPlan(None, None, shard, block_size, free, longest)
     if out is None:
-        shares = torch.empty(decode_programs(device_facts(device)), 4, dtype=torch.int32, device=device)
+        shares = torch.empty(decode_programs(device_facts(device)), SHARE_FIELDS, dtype=torch.int32, device=device)
         out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size, free, longest)
     check_plan(out, spec, shard, requests, order, longest)
     backend_of(device).plan_step(seq_lens, spec, longest, shard, out)
@@ -300,6 +301,7 @@ def prefill(
     max_seq_len: int | None = None,
     order: str = "score",
     out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """The selection of `decode` for ragged chunks of new tokens behind cached prefixes.
 
@@ -313,6 +315,7 @@ def prefill(
         seq_lens: `[R]` int32, cached prefix plus chunk of each request.
         max_query_len: bound for the chunks; None takes T.
         out: `[H, T, K]` int32.
+        workspace: on a GPU, scratch to use instead of new memory, at most 48 MiB.
 
     Returns:
         `[H, T, K]` int32 logical block ids, left-packed, -1 padded; -1 for rows outside every chunk.
@@ -332,6 +335,8 @@ def prefill(
     if q.device.type == "cpu":
         check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), rows, rows if max_query_len is None else max_query_len)
     check_order(order)
+    if workspace is not None:
+        check_workspace(workspace).check_device(q.device)
     out = check_ids_out(out, heads, rows, spec, q.device)
-    backend_of(q.device).prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec, longest, order, out)
+    backend_of(q.device).prefill(q, cache, block_table, cu_seqlens_q, seq_lens, spec, longest, order, out, workspace)
     return out

@@ -204,6 +204,7 @@ def prefill(
     longest: int,
     order: str,
     out: torch.Tensor,
+    workspace: Workspace | None,
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
     out.fill_(-1)

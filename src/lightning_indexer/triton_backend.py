@@ -15,15 +15,23 @@ from lightning_indexer.kernels import select as select_kernels
 from lightning_indexer.policy import decode_policy, device_facts, prefill_policy
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
+from lightning_indexer.workspace import (
+    PREFILL_KEYS,
+    DecodeTiling,
+    StepPlan,
+    Workspace,
+    keys_kept,
+    power_of_two,
+    unscored_blocks,
+)
 
 MATRIX_FORMATS = ("bf16", "fp16")  # exact float32 products take no matrix unit, and many more registers than there are
 ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
-PREFILL_KEYS = 4096  # keys that a prefill tile holds in registers
-PREFILL_SCRATCH = 48 << 20  # bytes, at any size
+TILE_KEYS = 4096  # keys that a prefill tile holds in registers
 MIN_SPLIT_BLOCKS = 4  # blocks of context that are worth a split
 MERGE_COLUMNS = 4  # of a prefill tile that one program merges
+MERGE_LANES = 128  # candidates of each that it sorts at once; no less than twice the largest K
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +79,7 @@ def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Sh
         shard.world,
         programs,
         BLOCK=spec.block_size,
+        PDL=decode_policy(device_facts(seq_lens.device), 0).pdl,
     )
 
 
@@ -137,7 +146,7 @@ def select_keys(
 ) -> None:
     """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`."""
     heads, rows, width = scores.shape
-    keep = max(2, power_of_two(spec.topk))
+    keep = keys_kept(spec.topk)
     if rows:
         select_kernels.select_kernel[(rows, heads)](
             scores,
@@ -173,7 +182,7 @@ def merge_keys(
 ) -> None:
     """Ids of the first K of all ranks' candidates, keys `[P, H, T, K]`, into `out` `[H, T, K]`."""
     world, heads, rows, topk = keys.shape
-    keep = max(2, power_of_two(topk))
+    keep = keys_kept(topk)
     if rows:
         select_kernels.merge_kernel[(rows, heads)](
             keys,
@@ -264,6 +273,7 @@ class _Decode:
             PLANNED=self.plan is not None,
             PDL=self.policy.pdl,
             STAGES=self.policy.num_stages,
+            AHEAD=self.policy.ahead,
             **self.policy.options(),
         )
 
@@ -338,6 +348,7 @@ def prefill(
     longest: int,
     order: str,
     out: torch.Tensor,
+    workspace: Workspace | None,
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
     check_operands(q, cache)
@@ -345,18 +356,21 @@ def prefill(
     if not rows:
         return
     requests = len(seq_lens)
-    keep = max(2, power_of_two(spec.topk))
+    keep = keys_kept(spec.topk)
     policy = prefill_policy(device_facts(q.device), cache.page_bytes, keep)
-    columns = max(16, min(policy.columns, PREFILL_KEYS // keep))
+    columns = max(16, min(policy.columns, TILE_KEYS // keep))
     heads_per_tile = min(heads, columns)
     head_tiles = -(-heads // heads_per_tile)
     tiles = -(-rows // (columns // heads_per_tile)) + requests + 1
     busy = max(1, -(-rows // (columns // heads_per_tile)) * head_tiles)  # tiles with work, but for ragged ends
     blocks = -(-longest // spec.block_size)
-    fitting = PREFILL_SCRATCH // (tiles * head_tiles * columns * keep * 8)
-    splits = max(1, min(policy.programs // busy, blocks // MIN_SPLIT_BLOCKS, fitting))
-    slots = tiles if splits > 1 else 0
-    keys = torch.empty(head_tiles, slots, splits, columns, keep, dtype=torch.int64, device=q.device)
+    split_keys = tiles * head_tiles * columns * keep
+    room = PREFILL_KEYS if workspace is None else workspace.keys.numel()
+    splits = max(1, min(policy.programs // busy, blocks // MIN_SPLIT_BLOCKS, room // split_keys))
+    if workspace is None:
+        keys = torch.empty(splits * split_keys if splits > 1 else 0, dtype=torch.int64, device=q.device)
+    else:
+        keys = workspace.keys
     shape = (requests, rows, longest, heads, heads_per_tile, spec.topk)
     constants = {
         "BLOCK": spec.block_size,
@@ -403,7 +417,7 @@ def prefill(
             splits,
             *out.stride()[:2],
             FEW=MERGE_COLUMNS,
-            LANES=max(keep, 128),
+            LANES=MERGE_LANES,
             **constants,
             PDL=policy.pdl,
             **policy.merge_options(),

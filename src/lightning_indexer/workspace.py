@@ -10,11 +10,18 @@ from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.spec import IndexerSpec, Shard
 
 MAX_COLUMNS = 64  # query columns of a request (rows x heads) that share one pass over its pages
+SHARE_FIELDS = 5  # of a program in a step plan
+PREFILL_KEYS = 6 << 20  # 48 MiB: the most candidates that a prefill call leaves in scratch
 
 
 def power_of_two(value: int) -> int:
     """The least power of two that is not below `value`."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def keys_kept(topk: int) -> int:
+    """Keys that a program keeps per query column: K up to a power of two, at least the two that a sort takes."""
+    return max(2, power_of_two(topk))
 
 
 @dataclass(frozen=True)
@@ -28,14 +35,14 @@ class DecodeTiling:
     @classmethod
     def of(cls, spec: IndexerSpec, query_len: int, heads: int) -> "DecodeTiling":
         """Tiles of at most 64 columns, fewer where K is large: candidates of a tile are held in registers."""
-        keep = max(2, power_of_two(spec.topk))
+        keep = keys_kept(spec.topk)
         widest = MAX_COLUMNS * 128 // max(128, spec.block_size)  # products of a page and a tile are held in registers
         columns = min(power_of_two(query_len * heads), max(16, 1024 // keep), widest)
         return cls(columns, -(-query_len * heads // columns), keep)
 
 
 class Workspace:
-    """Scratch of decode calls on one GPU: with it and `out` a call allocates nothing.
+    """Scratch of calls on one GPU: with it and `out` a call allocates nothing.
 
     Calls that may overlap (other streams, other micro-batches) need one each. A call needs nothing that another left in it.
 
@@ -44,23 +51,32 @@ class Workspace:
         max_requests: most requests R of a call.
         max_columns: most query rows times heads of one request, `query_len * H`.
         device: the GPU.
+        prefill: have the 48 MiB that any prefill call can use. With less a call splits the context less, and takes longer
+            where its rows do not fill the GPU.
 
     Raises:
         ValueError: sizes below 1, or a device that the kernels do not run on.
     """
 
-    def __init__(self, spec: IndexerSpec, *, max_requests: int, max_columns: int, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: IndexerSpec, *, max_requests: int, max_columns: int, device: torch.device | str, prefill: bool = False
+    ) -> None:
         check_int("max_requests", max_requests, 1)
         check_int("max_columns", max_columns, 1)
         self.device = torch.empty(0, device=device).device
         self.programs = decode_programs(device_facts(self.device))
         tilings = [DecodeTiling.of(spec, 1, columns) for columns in range(1, max_columns + 1)]
         slot = max(tiling.tiles * tiling.columns * tiling.keep for tiling in tilings)
-        self.keys = torch.empty((self.programs + max_requests) * slot, dtype=torch.int64, device=self.device)
+        size = max((self.programs + max_requests) * slot, PREFILL_KEYS if prefill else 0)
+        self.keys = torch.empty(size, dtype=torch.int64, device=self.device)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError unless on a device."""
+        require(self.device == device, "workspace", f"one on {device}", f"one on {self.device}")
 
     def check(self, spec: IndexerSpec, requests: int, columns: int, device: torch.device) -> None:
-        """Raise ValueError unless a call of this size fits."""
-        require(self.device == device, "workspace", f"one on {device}", f"one on {self.device}")
+        """Raise ValueError unless a decode call of this size fits."""
+        self.check_device(device)
         tiling = DecodeTiling.of(spec, 1, columns)
         needed = (self.programs + requests) * tiling.tiles * tiling.columns * tiling.keep
         size = f"room for {requests} requests, {columns} columns, topk {spec.topk} ({needed} keys)"
@@ -79,8 +95,8 @@ class StepPlan:
     On the CPU there is nothing to plan, and both tensors are None.
 
     Args:
-        shares: `[programs, 4]` int32 on the GPU: each program's first page, its end, the request it begins in, and the pages
-            before that request.
+        shares: `[programs, 5]` int32 on the GPU: each program's first page, its end, the request it begins in, the pages
+            before that request, and its tokens.
         before: `[R + 1]` int32: pages before each request, then all pages.
         shard: whose blocks were counted.
         block_size: B.

@@ -127,6 +127,8 @@ def write_ids(
         last = 0x7FFFFFFF
         ascending = tl.sort(tl.where(ids < 0, last, ids), dim=1)
         ascending = tl.where(ascending == last, -1, ascending)
+    head = head.to(tl.int64)
+    row = row.to(tl.int64)
     place = ids_ptr + head[:, None] * ids_head_stride + row[:, None] * ids_row_stride + lane[None, :]
     tl.store(place, ascending if BY_BLOCK else ids, mask=wanted[:, None] & kept)
     if PARTS > 0:
@@ -140,7 +142,7 @@ def write_ids(
         held = tl.minimum(tl.maximum(lengths[:, None] - ascending * BLOCK, 0), BLOCK)
         held = tl.sum(tl.where(chosen, held, 0), 1)
         tl.store(context_ptr + head * context_head_stride + row * context_row_stride, held, mask=wanted)
-        place = table_ptr + head[:, None].to(tl.int64) * table_head_stride + row[:, None].to(tl.int64) * table_row_stride
+        place = table_ptr + head[:, None] * table_head_stride + row[:, None] * table_row_stride
         for part in tl.static_range(PARTS):
             entry = tl.where(chosen, page * page_stride + part, 0)
             tl.store(place + lane[None, :] * PARTS + part, entry, mask=wanted[:, None] & kept)

@@ -23,7 +23,6 @@ from lightning_indexer.kernels.common import (
     causal_length,
     keep_key,
     load_keys,
-    nan_max,
     no_keys,
     owned_blocks,
     page_scores,
@@ -31,8 +30,10 @@ from lightning_indexer.kernels.common import (
     write_ids,
 )
 from lightning_indexer.kernels.key import pack_keys
+from lightning_indexer.workspace import SHARE_FIELDS
 
 LENGTHS = tl.constexpr(128)  # lengths looked at at once
+SHARE = tl.constexpr(SHARE_FIELDS)
 
 
 @triton.jit
@@ -90,12 +91,43 @@ def pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, worl
     return before
 
 
+@triton.jit
+def load_share(shares_ptr, program):
+    """A program's row of a plan: first page, end, request, pages before the request, tokens of the request."""
+    row = shares_ptr + program * SHARE
+    page = tl.load(row, cache_modifier=".cg")
+    end = tl.load(row + 1, cache_modifier=".cg")
+    request = tl.load(row + 2, cache_modifier=".cg")
+    before = tl.load(row + 3, cache_modifier=".cg")
+    length = tl.load(row + 4, cache_modifier=".cg")
+    return page, end, request, before, length
+
+
+@triton.jit
+def prefetch_pages(pages_ptr, page_stride, num_pages, ids_ptr, first, last, world, BYTES: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for the first AHEAD of the pages `first` to `last` to come to the L2. A hint: right whatever is yet written there."""
+    PART: tl.constexpr = BYTES * AHEAD // 128  # bytes for one lane to ask for
+    lane = tl.arange(0, 128)
+    index = first + lane * PART // BYTES
+    page = tl.load(ids_ptr + index * world, mask=index < last, other=0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    place = (pages_ptr + page * page_stride).to(tl.int64, bitcast=True) + lane * PART % BYTES
+    tl.inline_asm_elementwise(
+        f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], {PART}; mov.u32 $0, 0; }}",
+        "=r,l,r",
+        [place, (index < last).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(
     do_not_specialize=["length_stride", "requests", "longest", "free", "rank", "world", "programs"],
     do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
 )
 def plan_kernel(
-    shares_ptr,  # [programs, 4] i32: first page, end, request, pages before the request
+    shares_ptr,  # [programs, SHARE] i32, as `load_share` takes them
     before_ptr,  # [R + 1] i32: pages before each request, and all pages
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
@@ -106,6 +138,7 @@ def plan_kernel(
     world,
     programs,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """What depends on lengths only. Grid `(programs + R + 1,)`."""
     program = tl.program_id(0)
@@ -123,11 +156,17 @@ def plan_kernel(
         start = share_start(program, total, used)
         end = share_start(program + 1, total, used)
         request, before = request_of(start, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
-    row = shares_ptr + program * 4
+    row = shares_ptr + program * SHARE
     tl.store(row, start)
     tl.store(row + 1, end)
     tl.store(row + 2, request)
     tl.store(row + 3, before)
+    tl.store(row + 4, tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0))
+    if PDL:
+        # score_kernel reads its row before it has waited for this kernel's end, though only once all programs have left.
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit(
@@ -158,7 +197,7 @@ def score_kernel(
     block_table_ptr,  # [R, max_blocks] i32
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
-    shares_ptr,  # [programs, 4] i32, of plan_kernel
+    shares_ptr,  # [programs, SHARE] i32, of plan_kernel
     keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64: candidates of each segment
     scores_ptr,  # [H, T, L] f32
     requests,
@@ -186,6 +225,7 @@ def score_kernel(
     PLANNED: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # pages to ask for before the kernel before has ended; 0 without PDL
 ):
     """Candidates of every segment, or scores. Column `i` of a request is query row `i // H`, head `i % H`."""
     program = tl.program_id(0)
@@ -194,16 +234,28 @@ def score_kernel(
     q_row_stride *= 8
     q_head_stride *= 8
     page_stride = page_stride.to(tl.int64) * 8
+    if PLANNED:
+        # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
+        page, end, request, before, length = load_share(shares_ptr, program)
+        if AHEAD > 0:
+            longer = visible_blocks(length, longest, BLOCK) > free
+            if page < end and longer:
+                prefetch_pages(
+                    pages_ptr,
+                    page_stride,
+                    num_pages,
+                    block_table_ptr + request.to(tl.int64) * block_table_stride + rank,
+                    page - before,
+                    tl.minimum(end - before, request_pages(length, longest, free, rank, world, BLOCK)),
+                    world,
+                    BLOCK * DIM * (pages_ptr.dtype.element_ty.primitive_bitwidth // 8),
+                    AHEAD,
+                )
     if PDL:
-        # Everything read here may come from the kernel before; the next kernel may already take its place on the GPU.
+        # The kernel before may have written all else that is read here; the next kernel may already take its place on the GPU.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if PLANNED:
-        page = tl.load(shares_ptr + program * 4)
-        end = tl.load(shares_ptr + program * 4 + 1)
-        request = tl.load(shares_ptr + program * 4 + 2)
-        before = tl.load(shares_ptr + program * 4 + 3)
-    else:
+    if not PLANNED:
         total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
         used = tl.minimum(programs, total)
         page = total
@@ -215,6 +267,7 @@ def score_kernel(
             end = share_start(program + 1, total, used)
             if requests > 1:
                 request, before = request_of(page, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
+        length = tl.load(seq_lens_ptr + request * length_stride)
 
     SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
     wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
@@ -228,7 +281,7 @@ def score_kernel(
     keys_ptr += (tile * (programs + requests) + program).to(tl.int64) * (COLUMNS * KEEP)
 
     while page < end:
-        length = tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest)
+        length = tl.minimum(length, longest)
         pages = request_pages(length, longest, free, rank, world, BLOCK)
         if pages > 0:
             first = page - before
@@ -257,8 +310,8 @@ def score_kernel(
                 next_page = tl.load(table_row + tl.minimum(index + 1, last - 1) * world + rank)
                 keys = load_keys(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM)
                 scores = page_scores(keys, queries, block, wide_lengths, BLOCK)
-                if SPREAD > 1:
-                    scores = tl.reduce(tl.reshape(scores, (COLUMNS, SPREAD)), 1, nan_max)
+                if COLUMNS <= 16:  # also where SPREAD is 1: `best` takes fewer registers than in the layout of the product
+                    scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
                 if SCORES:
                     row = (request * query_len + token).to(tl.int64)
                     place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
@@ -270,6 +323,8 @@ def score_kernel(
         before += pages
         page = before
         request += 1
+        if page < end:
+            length = tl.load(seq_lens_ptr + request * length_stride)
 
 
 @triton.jit(

@@ -177,8 +177,8 @@ def prefill_kernel(
     parts = tile_splits(blocks, splits, MIN_BLOCKS)
     if split >= parts:
         return
-    first = split * blocks // parts
-    last = (split + 1) * blocks // parts
+    first = (split.to(tl.int64) * blocks // parts).to(tl.int32)
+    last = ((split + 1).to(tl.int64) * blocks // parts).to(tl.int32)
     whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
     queries = tl.load(
         q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + dims[None, :],
@@ -212,6 +212,14 @@ def prefill_kernel(
     else:
         slot = ((head_tile * tiles + tile) * splits + split).to(tl.int64) * (COLUMNS * KEEP)
         tl.store(keys_ptr + slot + column[:, None] * KEEP + lane[None, :], best)
+
+
+@triton.jit
+def split_keys(keys_ptr, column, first, count, COLUMNS: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr):
+    """Candidates `first` to `first + LANES` of `count` for some columns of a tile, 0 past them."""
+    candidate = first + tl.arange(0, LANES)
+    offset = (candidate // KEEP * (COLUMNS * KEEP) + candidate % KEEP)[None, :] + column[:, None] * KEEP
+    return tl.load(keys_ptr + offset, mask=(candidate < count)[None, :], other=0, cache_modifier=".cg")
 
 
 @triton.jit(
@@ -273,12 +281,14 @@ def merge_splits_kernel(
         return
     column = tl.program_id(1) * FEW + tl.arange(0, FEW)
     keys_ptr += ((head_tile * tl.num_programs(0) + tile) * splits).to(tl.int64) * (COLUMNS * KEEP)
-    best = tl.zeros((FEW, KEEP), tl.int64)
-    for first in range(0, parts * KEEP, LANES):
-        candidate = first + tl.arange(0, LANES)
-        offset = (candidate // KEEP * (COLUMNS * KEEP) + candidate % KEEP)[None, :] + column[:, None] * KEEP
-        found = tl.load(keys_ptr + offset, mask=(candidate < parts * KEEP)[None, :], other=0)
-        best = top_keys(join_keys(best, top_keys(found, KEEP), FEW, KEEP), KEEP)
+    count = parts * KEEP
+    if count <= LANES // 2:
+        best = top_keys(split_keys(keys_ptr, column, 0, count, COLUMNS, KEEP, LANES // 2), KEEP)
+    else:
+        best = top_keys(split_keys(keys_ptr, column, 0, count, COLUMNS, KEEP, LANES), KEEP)
+        for first in range(LANES, count, LANES):
+            found = top_keys(split_keys(keys_ptr, column, first, count, COLUMNS, KEEP, LANES), KEEP)
+            best = top_keys(join_keys(best, found, FEW, KEEP), KEEP)
     head = head_tile * heads_per_tile + column % heads_per_tile
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
