@@ -17,6 +17,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -30,12 +31,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import lightning_indexer as li
-from lightning_indexer import ops, policy, triton_backend, workspace
+from lightning_indexer import ops, peer, policy, triton_backend, workspace
 from lightning_indexer.spec import IndexerSpec, Shard
 
 # Bytes of stack on sm_90. The prefill kernel is held to 128 registers so that two programs fit a multiprocessor, and
 # spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md).
-STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8}
+STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 8}
 
 KIB = 1024
 
@@ -59,6 +60,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -101,16 +103,43 @@ class Call:
         if self.kind == "decode":
             triton_backend.decode(*step, self.order, sparse, ids, plan, None)
         elif self.kind == "keys":
-            triton_backend.decode_keys(*step, Shard(1, 2))
+            triton_backend.decode_keys(*step, Shard(1, 2), "score", keys[0], None, None)
         elif self.kind == "scores":
             triton_backend.score_blocks(*step, shard, scores)
         elif self.kind == "select":
             triton_backend.select_keys(scores, seq_lens, spec, self.query_len, shard, keys[0])
         elif self.kind == "merge":
             triton_backend.merge_keys(keys, seq_lens, spec, self.query_len, self.order, sparse, ids)
+        elif self.kind == "peer":
+            self.exchange(q, cache, block_table, seq_lens)
         elif self.kind == "prefill":
             bounds = torch.tensor([0, 1, rows], dtype=torch.int32)
             triton_backend.prefill(*step[:3], bounds, seq_lens, spec, self.longest, self.order, ids, None)
+
+    def exchange(self, q: torch.Tensor, cache: li.IndexCache, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """One rank of four, which shares a step if it is long."""
+        spec, ranks = self.spec, Alone()
+        transport = peer.PeerTransport(spec, ranks, len(q), q.device, timedelta(seconds=1))
+        shard, threshold = Shard(ranks.rank, ranks.world), 7 if self.planned else None
+        plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, None)
+        scratch = workspace.Workspace(spec, max_requests=2, max_columns=self.query_len * self.heads, device=q.device)
+        own = q[:, : len(transport.owned)]
+        ids = torch.zeros(own.shape[1], len(q), spec.topk, dtype=torch.int32)
+        sparse = li.SparseTable.empty(spec, own.shape[1], len(q), self.table, block_table) if self.table else None
+        rest = (spec, self.query_len, self.longest, self.order, sparse, ids, plan, scratch, False)
+        transport.decode(own, cache, block_table, seq_lens, *rest)
+
+
+class Alone:
+    """A rank that hears itself in the others' place."""
+
+    rank, world = 1, 4
+
+    def gather(self, message: dict, timeout: timedelta) -> list[dict]:
+        return [message] * self.world
+
+    def share(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
+        return [tensor] * self.world
 
 
 def heads_and_rows(columns: int) -> dict[str, int]:
@@ -129,6 +158,11 @@ PREFILLS = [
     Call("prefill", rows=1 << 15),
     Call("prefill", rows=64, order="block"),
 ]
+PEERS = [
+    Call("peer"),
+    Call("peer", planned=True, query_len=4),
+    Call("peer", planned=True, query_len=16, order="block", table=16),
+]
 # What MiniMax-M3 launches.
 FULL = [
     *(Call(kind, **heads_and_rows(columns)) for kind in ("decode", "scores") for columns in (1, 4, 16, 64)),
@@ -136,6 +170,7 @@ FULL = [
     Call("keys"),
     *MERGES,
     *PREFILLS,
+    *PEERS,
 ]
 BRIEF = [
     Call("decode", **heads_and_rows(64)),
@@ -143,6 +178,7 @@ BRIEF = [
     *(Call("scores", **heads_and_rows(columns)) for columns in (1, 4, 16)),
     *MERGES,
     *PREFILLS[:2],
+    PEERS[1],
 ]
 GEOMETRIES = [
     (IndexerSpec(topk=64), torch.bfloat16),
@@ -218,6 +254,7 @@ def launches(target: Target, calls: list[Call]) -> list[Launch]:
         mock.patch.object(ops, "device_facts", facts),
         mock.patch.object(triton_backend, "device_facts", facts),
         mock.patch.object(workspace, "device_facts", facts),
+        mock.patch.object(peer, "device_facts", facts),
     ):
         for call in calls:
             call.make()

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from lightning_indexer import ops, policy, triton_backend, workspace
+from lightning_indexer import indexer, ops, peer, policy, triton_backend, workspace
 from lightning_indexer.kernels.common import nan_max
 
 CASTS = ("cast_impl", "create_fp_to_fp", "create_fp_ext", "create_fp_trunc")
@@ -119,10 +119,11 @@ def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16) -> 
         return replace(policy.prefill_policy(*given), columns=prefill_columns, programs=programs)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ops, triton_backend, workspace):
+        for module in (ops, triton_backend, workspace, peer):
             patch.setattr(module, "device_facts", lambda device: facts, raising=False)
             patch.setattr(module, "decode_programs", lambda facts, *rest: programs, raising=False)
         patch.setattr(triton_backend, "CANDIDATES", sorts)
         patch.setattr(triton_backend, "prefill_policy", prefill_policy)
-        patch.setattr(ops, "backend_of", lambda device: triton_backend)
+        for caller in (ops, indexer):
+            patch.setattr(caller, "backend_of", lambda device: triton_backend)
         yield

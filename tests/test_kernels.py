@@ -292,9 +292,10 @@ def score(inputs: Inputs, shard: Shard = Shard(), longest: int | None = None) ->
 def candidates(inputs: Inputs, shard: Shard) -> torch.Tensor:
     longest = inputs.block_table.shape[1] * inputs.spec.block_size
     cache = li.IndexCache.wrap(inputs.pages, inputs.spec)
-    return triton_backend.decode_keys(
-        inputs.q, cache, inputs.block_table, inputs.seq_lens, inputs.spec, inputs.query_len, longest, shard
-    )
+    keys = torch.full((inputs.q.shape[1], inputs.q.shape[0], inputs.spec.topk), -77, dtype=torch.int64)
+    step = (inputs.q, cache, inputs.block_table, inputs.seq_lens, inputs.spec, inputs.query_len, longest)
+    triton_backend.decode_keys(*step, shard, "score", keys, None, None)
+    return keys
 
 
 def decode(

@@ -110,9 +110,11 @@ def check_order(order: str) -> None:
     check_choice("order", order, ("score", "block"))
 
 
-def check_plan(plan: StepPlan, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int) -> None:
+def check_plan(
+    plan: StepPlan, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int, threshold: int | None = None
+) -> None:
     require(isinstance(plan, StepPlan), "plan", "a StepPlan or None", type(plan).__name__)
-    plan.check(spec, shard, requests, order, longest)
+    plan.check(spec, shard, requests, order, longest, threshold)
 
 
 def check_workspace(workspace: Workspace) -> Workspace:

@@ -9,19 +9,22 @@ of all blocks, and the merged ids are those of `lightning_indexer.decode` on the
 """
 
 import dataclasses
+import platform
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, Message, gather_messages, require_agreement
+from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, Message, require_agreement
 from lightning_indexer.arguments import (
+    INT32,
     check_ids_out,
     check_lengths,
     check_order,
+    check_plan,
     check_rows,
     check_sparse_table,
     check_table,
@@ -30,11 +33,16 @@ from lightning_indexer.cache import FORMATS, IndexCache, as_cache
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
-from lightning_indexer.ops import backend_of, check_device
+from lightning_indexer.ops import backend_of, check_device, make_plan
+from lightning_indexer.ranks import ProcessRanks, Ranks, ranks_of
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
+from lightning_indexer.workspace import SHARE_FIELDS, StepPlan, Workspace, unscored_blocks
 
 Checked = TypeVar("Checked")
+
+MAX_QUERY_LEN = 16  # query rows per request that the scratch of a GPU is made for
+PEER_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,20 @@ class _Step:
     out: torch.Tensor
 
 
+class _MicroBatch:
+    """What a step in flight needs for itself: scratch and plan on a GPU, and the memory of its exchange."""
+
+    def __init__(self, spec: IndexerSpec, max_rows: int, device: torch.device) -> None:
+        self.collective: CollectiveTransport | None = None
+        self.peer: Any = None  # PeerTransport; its module needs Triton
+        self.workspace: Workspace | None = None
+        if backend_of(device).on_gpu:
+            columns = MAX_QUERY_LEN * spec.num_heads
+            self.workspace = Workspace(spec, max_requests=max_rows, max_columns=columns, device=device)
+            self.shares = torch.empty(self.workspace.programs, SHARE_FIELDS, dtype=torch.int32, device=device)
+            self.before = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
+
+
 class ContextParallelIndexer:
     """Decode-time block selection over the ranks of a group. One instance serves every layer.
 
@@ -55,14 +77,21 @@ class ContextParallelIndexer:
 
     Args:
         spec: geometry and rules; `spec.num_heads` counts the heads of the whole group.
-        group: the ranks; None is the default process group, or this process alone if there is none.
+        group: the ranks: a process group, or one of `lightning_indexer.ranks.virtual_ranks`. None is the default process
+            group, or this process alone if there is none.
         max_rows: most rows T of a step.
         max_seq_len: longest request, in tokens.
         device: where queries, cache and tables lie; "cpu", or a device that the group's backend serves.
-        transport: "collective" (torch.distributed) or "auto", which takes it.
+        transport: "collective" (torch.distributed: any topology), "peer" (ranks of one host, on GPUs: they write into each
+            other's memory from within the selecting kernel) or "auto", "peer" where it works for all ranks.
         dispatch: "sharded" scores 1/P of the blocks and exchanges keys; "replicated" scores the owned heads over all
-            blocks and exchanges nothing; "auto" takes "sharded". The choice is fixed for the instance.
-        timeout: seconds to wait for a missing rank at construction and in each step; None takes the group's own.
+            blocks and exchanges nothing. "auto" with "peer" chooses for each step on the device, the same on every rank and
+            within a captured graph: sharded where all requests together see more pages than `threshold`. "auto" with
+            "collective" is "sharded": there the choice is fixed for the instance, and so for every graph.
+        timeout: seconds to wait for a missing rank at construction and in each step; None takes the group's own, and a
+            minute within kernels.
+        threshold: pages for "auto"; None always shares.
+        micro_batches: steps that may be in flight at once, each on a stream of its own.
 
     Raises:
         ValueError: on every rank: a rank's arguments are wrong, or the ranks are configured differently (names the
@@ -73,7 +102,7 @@ class ContextParallelIndexer:
     def __init__(
         self,
         spec: IndexerSpec,
-        group: dist.ProcessGroup | None = None,
+        group: "dist.ProcessGroup | Ranks | None" = None,
         *,
         max_rows: int,
         max_seq_len: int,
@@ -81,13 +110,12 @@ class ContextParallelIndexer:
         transport: str = "auto",
         dispatch: str = "auto",
         timeout: float | None = None,
+        threshold: int | None = None,
+        micro_batches: int = 1,
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world = 1 if group is None else dist.get_world_size(group)
-        require(self.rank >= 0, "group", "a group that this process is in", "one that it is not in")
+        self.ranks = ranks_of(group)
+        self.rank = 0 if self.ranks is None else self.ranks.rank
+        self.world = 1 if self.ranks is None else self.ranks.world
         self._timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else None
 
         def check() -> Message:
@@ -97,8 +125,15 @@ class ContextParallelIndexer:
             self.device = check_device(device)
             check_int("max_rows", max_rows, 1)
             check_int("max_seq_len", max_seq_len, 1)
-            check_choice("transport", transport, ("auto", "collective"))
+            check_choice("transport", transport, ("auto", "collective", "peer"))
             check_choice("dispatch", dispatch, ("auto", "sharded", "replicated"))
+            check_int("micro_batches", micro_batches, 1)
+            if threshold is not None:
+                check_int("threshold", threshold, 0)
+            process = self.ranks is None or isinstance(self.ranks, ProcessRanks)
+            require(transport != "collective" or process, "transport", '"peer" for virtual ranks', repr(transport))
+            gpu = backend_of(self.device).on_gpu
+            require(transport != "peer" or gpu, "transport", '"collective" or "auto" on the CPU', repr(transport))
             return {
                 **dataclasses.asdict(spec),
                 "max_rows": max_rows,
@@ -106,6 +141,8 @@ class ContextParallelIndexer:
                 "device": self.device.type,
                 "transport": transport,
                 "dispatch": dispatch,
+                "threshold": threshold,
+                "micro_batches": micro_batches,
                 "arithmetic": arithmetic(self.device),
             }
 
@@ -115,24 +152,139 @@ class ContextParallelIndexer:
         self.max_seq_len = max_seq_len
         self.owned_heads = spec.owned_heads(self.rank, self.world)
         self.shard = Shard(self.rank, self.world)
-        self.dispatch = "replicated" if dispatch == "replicated" or self.world == 1 else "sharded"
-        self._transport = None if group is None else CollectiveTransport(spec, group)
+        self._batches = [_MicroBatch(spec, max_rows, self.device) for _ in range(micro_batches)]
+        self.transport = self._connect(transport)
+        alone = dispatch == "replicated" or self.world == 1
+        self.dispatch = "replicated" if alone else dispatch if self.transport == "peer" else "sharded"
+        self.threshold = (-1 if threshold is None else threshold) if self.dispatch == "auto" else None
 
-    def warmup(self, cache_format: str = "bf16") -> None:
-        """Run one small step on every rank, so that the first real one finds connections and code ready. A collective.
+    def _connect(self, transport: str) -> str | None:
+        """Make the transport of every micro-batch; what it is called, None for a rank alone."""
+        if self.ranks is None:
+            return None
+        if transport == "auto":
+            transport = "peer" if self._one_host() else "collective"
+        for batch in self._batches:
+            if transport == "peer":
+                from lightning_indexer.peer import PeerTransport
+
+                batch.peer = PeerTransport(self.spec, self.ranks, self.max_rows, self.device, self._timeout or PEER_TIMEOUT)
+            elif isinstance(self.ranks, ProcessRanks):
+                batch.collective = CollectiveTransport(self.spec, self.ranks.group, self.max_rows, self.device)
+        return transport
+
+    def _one_host(self) -> bool:
+        """Whether every rank has a GPU of this host that reaches those of the others."""
+        assert self.ranks is not None
+        if not backend_of(self.device).on_gpu:
+            return False
+        mine = {"host": platform.node(), "index": self.device.index}
+        found = self.ranks.gather(mine, self._timeout)
+        others = [message["index"] for message in found if message["index"] != self.device.index]
+        reached = all(message["host"] == mine["host"] for message in found) and all(
+            other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(self.device, other) for other in others
+        )
+        return all(message["reached"] for message in self.ranks.gather({"reached": reached}, self._timeout))
+
+    def warmup(
+        self,
+        cache_format: str = "bf16",
+        *,
+        query_lens: Iterable[int] = (1,),
+        order: str = "score",
+        page_size: int | None = None,
+    ) -> None:
+        """Run small steps on every rank, so that later ones find connections and code ready. A collective.
+
+        Ranks that share a GPU need it for every argument that their steps will have: a kernel that is loaded while another
+        rank's waits on the same GPU would wait for that one.
 
         Args:
             cache_format: format of the caches to come.
+            query_lens: every query length Q to come.
+            order: order to come.
+            page_size: of the sparse tables to come; None if there will be none.
 
         Raises:
             ValueError, RuntimeError: as `decode`.
         """
         check_choice("cache_format", cache_format, tuple(FORMATS))
-        cache = IndexCache.empty(1, self.spec, cache_format, self.device)
+        check_order(order)
+        if page_size is not None:
+            check_int("page_size", page_size, 1, self.spec.block_size)
+        spec, owned, device = self.spec, len(self.owned_heads), self.device
+        cache = IndexCache.empty(1, spec, cache_format, device)
         cache.data.zero_()
-        q = torch.zeros(1, len(self.owned_heads), self.spec.head_dim, dtype=cache.format.query_dtypes[0], device=self.device)
-        one = torch.ones(1, dtype=torch.int32, device=self.device)
-        self.decode(q, cache, torch.zeros(1, 1, dtype=torch.int32, device=self.device), one)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        for dry in (True, False) if self.transport == "peer" else (False,):
+            for query_len in query_lens:
+                check_int("query_len", query_len, 1)
+                for heads in sorted({owned, spec.num_heads}):
+                    q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
+                    tables = (
+                        [None] if page_size is None else [None, SparseTable.empty(spec, owned, query_len, page_size, pages)]
+                    )
+                    for table in tables:
+                        self._decode(q, cache, pages, one, query_len, order, table, None, None, 0, dry)
+            if self.transport == "peer":
+                assert self.ranks is not None
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                self.ranks.gather({"warm": cache_format}, self._timeout)
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise if a rank was missing in an earlier step, as far as this is known without waiting for the GPU.
+
+        With "peer" a step finds out on the device; `decode` asks here first. After the replay of a graph, ask once the stream
+        has been waited for. Other transports raise in `decode` itself.
+
+        Raises:
+            RuntimeError: a rank did not arrive within the time-out (names it). Selections since then are void.
+        """
+        for batch in self._batches:
+            if batch.peer is not None:
+                batch.peer.raise_if_failed()
+
+    def steps(self, micro_batch: int = 0) -> dict[str, int]:
+        """How many calls of `decode` shared their work with "peer", and how many did not. Waits for the GPU."""
+        peer = self._batches[micro_batch].peer
+        counted = [0, 0] if peer is None else peer.steps.tolist()
+        return dict(zip(("sharded", "replicated"), counted, strict=True))
+
+    @torch.no_grad()
+    def plan_step(
+        self,
+        seq_lens: torch.Tensor,
+        *,
+        order: str = "score",
+        max_seq_len: int | None = None,
+        out: StepPlan | None = None,
+    ) -> StepPlan:
+        """What `decode` derives from the lengths, for all layers of a step: see `lightning_indexer.plan_step`.
+
+        Optional: without it `decode` makes the plan in every call. It holds the choice of "auto", too.
+
+        Args:
+            seq_lens: `[R]` int32.
+            order: of the `decode` calls.
+            max_seq_len: B times the columns of their block table, if that is less than the indexer's `max_seq_len`.
+            out: an earlier plan, made anew in place.
+
+        Raises:
+            ValueError: an argument's shape, dtype or device.
+        """
+        check_tensor("seq_lens", seq_lens, ("R",), INT32, self.device, unit_stride=False)
+        check_order(order)
+        if max_seq_len is not None:
+            check_int("max_seq_len", max_seq_len, 0)
+        longest = self.max_seq_len if max_seq_len is None else min(max_seq_len, self.max_seq_len)
+        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, self.threshold, out)
+
+    @property
+    def _worked_shard(self) -> Shard:
+        return Shard() if self.dispatch == "replicated" else self.shard
 
     @torch.no_grad()
     def decode(
@@ -146,6 +298,8 @@ class ContextParallelIndexer:
         order: str = "score",
         sparse_table: SparseTable | None = None,
         out: torch.Tensor | None = None,
+        plan: StepPlan | None = None,
+        micro_batch: int = 0,
     ) -> torch.Tensor:
         """The K blocks of each row for the heads that this rank owns: the ids of `lightning_indexer.decode`, bit for bit.
 
@@ -155,10 +309,12 @@ class ContextParallelIndexer:
             cache: this rank's replica, an `IndexCache` or a `[pages, B, D]` tensor.
             block_table: `[R, max_blocks]` int32, this rank's pages.
             seq_lens: `[R]` int32, the same on all ranks; at most `max_seq_len` and what the table can hold.
-            query_len: Q, rows per request.
+            query_len: Q, rows per request; on a GPU at most 16.
             order: "score" (the total order) or "block" (ascending ids).
             sparse_table: filled for the owned heads as well.
             out: `[h, T, K]` int32, last dim contiguous.
+            plan: `plan_step` of the same lengths, shared by all layers of a step.
+            micro_batch: whose memory to use; steps that may overlap need different ones, the same on every rank.
 
         Returns:
             `[h, T, K]` int32 logical block ids, left-packed, -1 padded.
@@ -166,45 +322,74 @@ class ContextParallelIndexer:
         Raises:
             ValueError: on CPU ranks all of them, before anything but this news is exchanged: wrong arguments on any
                 rank, or calls that differ. On other devices, and with "replicated", which exchanges nothing, the rank at
-                fault alone; the group's watchdog ends the others.
-            RuntimeError: a rank did not arrive within the time-out, or died.
+                fault alone; the time-out or the group's watchdog ends the others.
+            RuntimeError: a rank did not arrive within the time-out, or died; with "peer" in the next call.
         """
+        return self._decode(q, cache, block_table, seq_lens, query_len, order, sparse_table, out, plan, micro_batch, False)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        cache: IndexCache | torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_len: int,
+        order: str,
+        sparse_table: SparseTable | None,
+        out: torch.Tensor | None,
+        plan: StepPlan | None,
+        micro_batch: int,
+        dry: bool,
+    ) -> torch.Tensor:
+        """`decode`; a dry step with "peer" loads the kernels and neither sends nor waits."""
 
         def check() -> _Step:
-            return self._check(q, cache, block_table, seq_lens, query_len, order, sparse_table, out)
+            check_int("micro_batch", micro_batch, 0, len(self._batches) - 1)
+            return self._check(q, cache, block_table, seq_lens, query_len, order, sparse_table, out, plan)
 
+        self.raise_if_failed()
         spec, owned, backend = self.spec, self.owned_heads, backend_of(self.device)
-        if self.dispatch == "replicated" or self._transport is None:
-            step = check()
+        talks = self.transport == "collective" and self.dispatch == "sharded" and self.device.type == "cpu"
+        # A host round costs little beside a step on the CPU, and turns every fault of one rank into an error on all.
+        step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if talks else check()
+        batch = self._batches[micro_batch]
+        if plan is None and batch.workspace is not None:
+            plan = self._plan(batch, step, order)
+        rest = (step.cache, block_table, seq_lens, spec, query_len, step.longest)
+        if self.dispatch == "replicated" or self.transport is None or (batch.peer is not None and not len(seq_lens)):
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
-            arguments = (mine, step.cache, block_table, seq_lens, spec, query_len, step.longest)
-            backend.decode(*arguments, order, sparse_table, step.out, None, None)
-        else:
-            step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if self._talks else check()
-            heads = q if q.shape[1] == spec.num_heads else self._transport.gather_queries(q)
-            arguments = (heads, step.cache, block_table, seq_lens, spec, query_len, step.longest)
-            keys = self._transport.exchange_keys(backend.decode_keys(*arguments, self.shard))
+            scratch = plan if self.dispatch == "replicated" else None, batch.workspace
+            backend.decode(mine, *rest, order, sparse_table, step.out, *scratch)
+        elif batch.collective is not None:
+            heads = q if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q)
+            keys = batch.collective.candidates(q.shape[0])
+            backend.decode_keys(heads, *rest, self.shard, order, keys, plan, batch.workspace)
+            keys = batch.collective.exchange_keys(keys)
             if self.device.type != "cpu":
                 seq_lens = seq_lens.clamp(max=step.longest)  # as the scorer took them
             backend.merge_keys(keys, seq_lens, spec, query_len, order, sparse_table, step.out)
+        elif q.shape[0]:
+            batch.peer.decode(q, *rest, order, sparse_table, step.out, plan, batch.workspace, dry)
         return step.out
 
-    @property
-    def _talks(self) -> bool:
-        """Whether a step begins with a round of messages: on the CPU, where a host round costs little beside the step."""
-        return self.device.type == "cpu"
+    def _plan(self, batch: _MicroBatch, step: _Step, order: str) -> StepPlan:
+        """A plan for one call, in memory that a graph finds again."""
+        requests = step.seq_lens.shape[0]
+        facts = unscored_blocks(self.spec, order), step.longest, self.threshold
+        plan = StepPlan(batch.shares, batch.before[: requests + 1], self._worked_shard, self.spec.block_size, *facts)
+        return make_plan(step.seq_lens, self.spec, step.longest, order, self._worked_shard, self.threshold, plan)
 
     def _agree(self, subject: str, check: Callable[[], Checked], outline: Callable[[Checked], Message]) -> Checked:
         """Check this rank's arguments, then tell the others what they are, or that they are wrong."""
-        if self.world == 1 or self.group is None:
+        if self.world == 1 or self.ranks is None:
             return check()
         try:
             checked = check()
             message = {"error": None, "call": subject, **outline(checked)}
         except Exception as error:
-            gather_messages({"error": str(error)[:MAX_ERROR_CHARACTERS]}, self.group, self._timeout)
+            self.ranks.gather({"error": str(error)[:MAX_ERROR_CHARACTERS]}, self._timeout)
             raise
-        require_agreement(subject, gather_messages(message, self.group, self._timeout))
+        require_agreement(subject, self.ranks.gather(message, self._timeout))
         return checked
 
     def _check(
@@ -217,6 +402,7 @@ class ContextParallelIndexer:
         order: str,
         sparse_table: SparseTable | None,
         out: torch.Tensor | None,
+        plan: StepPlan | None,
     ) -> _Step:
         spec, owned = self.spec, len(self.owned_heads)
         checked = as_cache(cache, spec)
@@ -232,6 +418,10 @@ class ContextParallelIndexer:
         check_lengths(seq_lens, self.max_seq_len, "max_seq_len")
         check_order(order)
         check_sparse_table(sparse_table, spec, seq_lens, owned, rows, self.device)
+        if plan is not None:
+            check_plan(plan, spec, self._worked_shard, len(seq_lens), order, longest, self.threshold)
+        if backend_of(self.device).on_gpu:
+            require(query_len <= MAX_QUERY_LEN, "query_len", f"at most {MAX_QUERY_LEN} on a GPU", query_len)
         return _Step(checked, seq_lens, longest, check_ids_out(out, owned, rows, spec, self.device))
 
     def _outline(self, q: torch.Tensor, step: _Step, query_len: int) -> dict[str, Any]:

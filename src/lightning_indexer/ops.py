@@ -271,19 +271,31 @@ def plan_step(
     Raises:
         ValueError: an argument's shape, dtype or device.
     """
-    shard = check_shard(shard)
     check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
-    device = seq_lens.device
     check_order(order)
     check_int("max_seq_len", max_seq_len, 0)
+    return make_plan(seq_lens, check_spec(spec), max_seq_len, order, check_shard(shard), None, out)
+
+
+def make_plan(
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    max_seq_len: int,
+    order: str,
+    shard: Shard,
+    threshold: int | None,
+    out: StepPlan | None,
+) -> StepPlan:
+    """`plan_step` of checked arguments, for a step that the ranks share only past `threshold` pages."""
+    device, requests = seq_lens.device, seq_lens.shape[0]
     longest = min(max_seq_len, torch.iinfo(torch.int32).max)
-    block_size, requests, free = check_spec(spec).block_size, seq_lens.shape[0], unscored_blocks(spec, order)
+    facts = shard, spec.block_size, unscored_blocks(spec, order), longest, threshold
     if backend_of(device) is torch_backend:
-        return StepPlan(None, None, shard, block_size, free, longest)
+        return StepPlan(None, None, *facts)
     if out is None:
         shares = torch.empty(decode_programs(device_facts(device)), SHARE_FIELDS, dtype=torch.int32, device=device)
-        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), shard, block_size, free, longest)
-    check_plan(out, spec, shard, requests, order, longest)
+        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), *facts)
+    check_plan(out, spec, shard, requests, order, longest, threshold)
     backend_of(device).plan_step(seq_lens, spec, longest, shard, out)
     return out
 

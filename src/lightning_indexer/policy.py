@@ -93,6 +93,15 @@ def decode_programs(facts: DeviceFacts) -> int:
     return even if 1.05 * even >= programs else programs
 
 
+def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
+    """Programs of one rank that may wait for other ranks at once, where `neighbours` ranks share its GPU.
+
+    Four per multiprocessor and GPU, of 4 warps and 72 registers a thread on Hopper. The scorer of a rank that is late (two
+    programs of up to 100 registers) and its selector still find room beside all that wait: 4 * 9 + 2 * 13 K of 64 K registers.
+    """
+    return max(1, 4 * facts.processors // neighbours)
+
+
 def decode_policy(facts: DeviceFacts, page_bytes: int) -> DecodePolicy:
     """Policy of the decode kernel for pages of `page_bytes`."""
     hopper = _is_hopper_like(facts)

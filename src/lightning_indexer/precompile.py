@@ -56,7 +56,7 @@ def warmup(
     for query_len in query_lens:
         check_int("query_len", query_len, 1)
         q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
-        tables = [None] if page_size is None else [None, _table(spec, heads, query_len, page_size, block_table)]
+        tables = [None] if page_size is None else [None, SparseTable.empty(spec, heads, query_len, page_size, block_table)]
         for table in tables:
             for planned in (None, plan):
                 decode(
@@ -65,9 +65,3 @@ def warmup(
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
     q = torch.zeros(1, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
     prefill(q, cache, block_table, bounds, one, spec=spec, order=order)
-
-
-def _table(spec: IndexerSpec, heads: int, rows: int, page_size: int, block_table: torch.Tensor) -> SparseTable:
-    parts = spec.block_size // page_size
-    out = torch.empty(heads, rows, spec.topk * parts, dtype=torch.int32, device=block_table.device)
-    return SparseTable(block_table, out, torch.empty_like(out[..., 0]), page_size, parts)

@@ -21,6 +21,7 @@ from lightning_indexer.workspace import StepPlan, Workspace
 
 TILE_TOKENS = 8192  # of keys widened at once: 4 MiB in float32 at D = 128; 131,072 tokens took 24 ms with 32 to 64 pages
 TILE_PRODUCTS = 1 << 21  # of dot products held at once, 8 MiB
+on_gpu = False
 TILE_SCORES = 1 << 21  # of block scores held at once by prefill, 8 MiB, and as many keys
 
 
@@ -131,12 +132,15 @@ def decode_keys(
     query_len: int,
     longest: int,
     shard: Shard,
-) -> torch.Tensor:
-    """Decode candidates of a shard, `[H, T, K]` int64, without a score tensor for all rows."""
-    keys = torch.zeros(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
+    order: str,
+    out: torch.Tensor,
+    plan: StepPlan | None,
+    workspace: Workspace | None,
+) -> None:
+    """Decode candidates of a shard into `out` `[H, T, K]` int64, without a score tensor for all rows."""
+    out.zero_()
     for rows in decode_requests(q, block_table, seq_lens.clamp(max=longest), query_len):
-        keys[:, rows.where] = candidates(rows, cache, spec, shard)
-    return keys
+        out[:, rows.where] = candidates(rows, cache, spec, shard)
 
 
 def decode(
@@ -154,7 +158,8 @@ def decode(
     workspace: Workspace | None,
 ) -> None:
     """Ids of decode rows over the whole context into `out` `[H, T, K]`. Plan and workspace are the GPU's."""
-    keys = decode_keys(q, cache, block_table, seq_lens, spec, query_len, longest, Shard())
+    keys = torch.empty(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
+    decode_keys(q, cache, block_table, seq_lens, spec, query_len, longest, Shard(), order, keys, None, None)
     merge_keys(keys[None], seq_lens.clamp(max=longest), spec, query_len, order, sparse_table, out)
 
 

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_indexer.workspace import (
     unscored_blocks,
 )
 
+on_gpu = True  # scratch, step plans and the peer transport are for this backend
 MATRIX_FORMATS = ("bf16", "fp16")  # exact float32 products take no matrix unit, and many more registers than there are
 ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
@@ -75,10 +77,12 @@ def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Sh
         len(seq_lens),
         longest,
         plan.free,
+        plan.threshold or 0,
         shard.rank,
         shard.world,
         programs,
         BLOCK=spec.block_size,
+        AUTO=plan.threshold is not None,
         PDL=decode_policy(device_facts(seq_lens.device), 0).pdl,
     )
 
@@ -96,7 +100,7 @@ def score_blocks(
     out: torch.Tensor,
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
-    _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None).score(out)
+    Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None).score(out)
 
 
 @on_its_device
@@ -116,7 +120,7 @@ def decode(
 ) -> None:
     """Ids of decode rows over the whole context into `out` `[H, T, K]`."""
     free = unscored_blocks(spec, order)
-    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, Shard(), plan, workspace)
+    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, Shard(), plan, workspace)
     step.score(None)
     step.select(out, order, sparse_table)
 
@@ -131,13 +135,16 @@ def decode_keys(
     query_len: int,
     longest: int,
     shard: Shard,
-) -> torch.Tensor:
-    """Decode candidates of a shard, `[H, T, K]` int64."""
-    keys = torch.empty(q.shape[1], q.shape[0], spec.topk, dtype=torch.int64, device=q.device)
-    step = _Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None)
+    order: str,
+    out: torch.Tensor,
+    plan: StepPlan | None,
+    workspace: Workspace | None,
+) -> None:
+    """Decode candidates of a shard, for ids in `order`, into `out` `[H, T, K]` int64."""
+    free = unscored_blocks(spec, order)
+    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, shard, plan, workspace)
     step.score(None)
-    step.select(keys, "score", None)
-    return keys
+    step.select(out, "score", None)
 
 
 @on_its_device
@@ -189,24 +196,34 @@ def merge_keys(
             seq_lens,
             seq_lens.stride(0),
             out,
-            *_table_pointers(sparse_table, out),
+            *table_pointers(sparse_table, out),
             len(seq_lens),
             query_len,
             world * topk,
             topk,
             *keys.stride()[:3],
             *out.stride()[:2],
-            *_table_strides(sparse_table),
+            *table_strides(sparse_table),
             BLOCK=spec.block_size,
             KEEP=keep,
             LANES=max(keep, min(256, power_of_two(world * topk))),
             HIGHER=spec.tie_break == "higher",
             BY_BLOCK=order == "block",
-            PARTS=_parts(sparse_table, spec),
+            PARTS=table_parts(sparse_table, spec),
         )
 
 
-class _Decode:
+@dataclass(frozen=True)
+class Owner:
+    """What a rank owns of the heads that it is given, and where it counts its steps."""
+
+    first_head: int
+    heads: int
+    steps: torch.Tensor  # [2] int32: steps that were exchanged, steps that were not
+    count: bool  # count this step
+
+
+class Decode:
     """The two launches of a decode call."""
 
     def __init__(
@@ -222,6 +239,7 @@ class _Decode:
         shard: Shard,
         plan: StepPlan | None,
         workspace: Workspace | None,
+        owner: Owner | None = None,
     ) -> None:
         check_operands(q, cache)
         self.q, self.cache, self.block_table, self.seq_lens = q, cache, block_table, seq_lens
@@ -229,6 +247,8 @@ class _Decode:
         self.requests, self.heads = len(seq_lens), q.shape[1]
         self.plan = plan if plan is not None and plan.shares is not None else None
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
+        self.owner = owner
+        self.own_tiling = self.tiling if owner is None else DecodeTiling.of(spec, query_len, owner.heads)
         self.policy = decode_policy(device_facts(q.device), cache.page_bytes)
         if workspace is None:
             columns = max(1, query_len * self.heads)
@@ -240,6 +260,7 @@ class _Decode:
         q, spec, tiling = self.q, self.spec, self.tiling
         if not self.requests:
             return
+        owner, auto = self.owner, self.plan is not None and self.plan.threshold is not None
         decode_kernels.score_kernel[(self.workspace.programs, tiling.tiles)](
             q,
             self.cache.data,
@@ -249,11 +270,15 @@ class _Decode:
             self.seq_lens if self.plan is None else self.plan.shares,
             self.workspace.keys,
             self.workspace.keys if scores is None else scores,
+            self.seq_lens if owner is None else owner.steps,
             self.requests,
             self.longest,
             self.free,
             self.query_len,
             self.heads,
+            0 if owner is None else owner.first_head,
+            self.heads if owner is None else owner.heads,
+            0 if owner is None else int(owner.count),
             spec.init_blocks,
             spec.local_blocks,
             self.shard.rank,
@@ -267,9 +292,12 @@ class _Decode:
             BLOCK=spec.block_size,
             DIM=spec.head_dim,
             COLUMNS=tiling.columns,
+            OWN_COLUMNS=self.own_tiling.columns if auto else tiling.columns,
             KEEP=tiling.keep,
             HIGHER=spec.tie_break == "higher",
             SCORES=scores is not None,
+            AUTO=auto,
+            COUNT=owner is not None,
             PLANNED=self.plan is not None,
             PDL=self.policy.pdl,
             STAGES=self.policy.num_stages,
@@ -288,7 +316,7 @@ class _Decode:
             self.seq_lens.stride(0),
             self.seq_lens if self.plan is None else self.plan.before,
             out,
-            *_table_pointers(sparse_table, self.seq_lens),
+            *table_pointers(sparse_table, self.seq_lens),
             self.requests,
             self.longest,
             self.free,
@@ -300,7 +328,7 @@ class _Decode:
             self.shard.world,
             self.workspace.programs,
             *out.stride()[:2],
-            *_table_strides(sparse_table),
+            *table_strides(sparse_table),
             BLOCK=spec.block_size,
             KEEP=tiling.keep,
             FEW=CANDIDATES[0],
@@ -308,7 +336,7 @@ class _Decode:
             MOST=CANDIDATES[2],
             HIGHER=spec.tie_break == "higher",
             BY_BLOCK=order == "block",
-            PARTS=_parts(sparse_table, spec),
+            PARTS=table_parts(sparse_table, spec),
             KEYS=out.dtype == torch.int64,
             PLANNED=self.plan is not None,
             PDL=self.policy.pdl,
@@ -316,17 +344,19 @@ class _Decode:
         )
 
 
-def _parts(table: SparseTable | None, spec: IndexerSpec) -> int:
+def table_parts(table: SparseTable | None, spec: IndexerSpec) -> int:
+    """Attention pages per block; 0 without a table."""
     return 0 if table is None else spec.block_size // table.page_size
 
 
-def _table_pointers(table: SparseTable | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def table_pointers(table: SparseTable | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors that the kernels take of the table."""
     if table is None:
         return unused, unused, unused
     return table.block_table, table.block_table_out, table.context_lens_out
 
 
-def _table_strides(table: SparseTable | None) -> tuple[Any, ...]:
+def table_strides(table: SparseTable | None) -> tuple[Any, ...]:
     """What the kernels take of the table's tensors: strides, and the width of the first; one head has no head stride."""
     if table is None:
         return 0, 0, 0, 0, 0, 0, 0

@@ -10,7 +10,7 @@ from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.spec import IndexerSpec, Shard
 
 MAX_COLUMNS = 64  # query columns of a request (rows x heads) that share one pass over its pages
-SHARE_FIELDS = 5  # of a program in a step plan
+SHARE_FIELDS = 6  # of a program in a step plan
 PREFILL_KEYS = 6 << 20  # 48 MiB: the most candidates that a prefill call leaves in scratch
 
 
@@ -65,10 +65,14 @@ class Workspace:
         check_int("max_columns", max_columns, 1)
         self.device = torch.empty(0, device=device).device
         self.programs = decode_programs(device_facts(self.device))
-        tilings = [DecodeTiling.of(spec, 1, columns) for columns in range(1, max_columns + 1)]
-        slot = max(tiling.tiles * tiling.columns * tiling.keep for tiling in tilings)
-        size = max((self.programs + max_requests) * slot, PREFILL_KEYS if prefill else 0)
+        size = max(self._keys(spec, max_requests, columns) for columns in range(1, max_columns + 1))
+        size = max(size, PREFILL_KEYS if prefill else 0)
         self.keys = torch.empty(size, dtype=torch.int64, device=self.device)
+
+    def _keys(self, spec: IndexerSpec, requests: int, columns: int) -> int:
+        """Keys that a decode call leaves: one slot per segment, column tile, column and kept key."""
+        tiling = DecodeTiling.of(spec, 1, columns)
+        return (self.programs + requests) * tiling.tiles * tiling.columns * tiling.keep
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError unless on a device."""
@@ -77,8 +81,7 @@ class Workspace:
     def check(self, spec: IndexerSpec, requests: int, columns: int, device: torch.device) -> None:
         """Raise ValueError unless a decode call of this size fits."""
         self.check_device(device)
-        tiling = DecodeTiling.of(spec, 1, columns)
-        needed = (self.programs + requests) * tiling.tiles * tiling.columns * tiling.keep
+        needed = self._keys(spec, requests, columns)
         size = f"room for {requests} requests, {columns} columns, topk {spec.topk} ({needed} keys)"
         require(self.keys.numel() >= needed, "workspace", size, f"{self.keys.numel()} keys")
 
@@ -95,13 +98,15 @@ class StepPlan:
     On the CPU there is nothing to plan, and both tensors are None.
 
     Args:
-        shares: `[programs, 5]` int32 on the GPU: each program's first page, its end, the request it begins in, the pages
-            before that request, and its tokens.
+        shares: `[programs, 6]` int32 on the GPU: each program's first page, its end, the request it begins in, the pages
+            before that request, its tokens, and the ranks that share the step (1: none does).
         before: `[R + 1]` int32: pages before each request, then all pages.
         shard: whose blocks were counted.
         block_size: B.
         free: blocks up to which a request is selected without scores.
         longest: the bound for the lengths, in tokens.
+        threshold: pages of all requests up to which the step is not shared among the ranks of the shard: each scores its own
+            heads on the whole context. None shares it whatever the lengths.
     """
 
     shares: torch.Tensor | None
@@ -110,10 +115,14 @@ class StepPlan:
     block_size: int
     free: int
     longest: int
+    threshold: int | None = None
 
-    def check(self, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int) -> None:
+    def check(
+        self, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int, threshold: int | None = None
+    ) -> None:
         """Raise ValueError unless made for this geometry, shard, number of requests, order and bound."""
         require(self.longest == longest, "plan", f"one for max_seq_len {longest}", f"one for {self.longest}")
+        require(self.threshold == threshold, "plan", f"one for threshold {threshold}", f"one for {self.threshold}")
         same = self.shard == shard and self.block_size == spec.block_size
         require(same, "plan", f"one for {shard}, block_size {spec.block_size}", f"{self.shard}, {self.block_size}")
         free = unscored_blocks(spec, order)

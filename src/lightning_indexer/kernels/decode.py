@@ -92,20 +92,33 @@ def pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, worl
 
 
 @triton.jit
+def ranks_at_work(
+    seq_lens_ptr, length_stride, requests, longest, threshold, rank, world, BLOCK: tl.constexpr, AUTO: tl.constexpr
+):
+    """Rank and world of the step: with AUTO one rank alone, for its own heads, up to `threshold` visible pages in all."""
+    if AUTO:
+        short = pages_before(requests, seq_lens_ptr, length_stride, longest, 0, 0, 1, BLOCK) <= threshold
+        rank = tl.where(short, 0, rank)
+        world = tl.where(short, 1, world)
+    return rank, world
+
+
+@triton.jit
 def load_share(shares_ptr, program):
-    """A program's row of a plan: first page, end, request, pages before the request, tokens of the request."""
+    """A program's row of a plan: first page, end, request, pages before that, its tokens, ranks that share the work."""
     row = shares_ptr + program * SHARE
     page = tl.load(row, cache_modifier=".cg")
     end = tl.load(row + 1, cache_modifier=".cg")
     request = tl.load(row + 2, cache_modifier=".cg")
     before = tl.load(row + 3, cache_modifier=".cg")
     length = tl.load(row + 4, cache_modifier=".cg")
-    return page, end, request, before, length
+    world = tl.load(row + 5, cache_modifier=".cg")
+    return page, end, request, before, length, world
 
 
 @triton.jit
 def prefetch_pages(pages_ptr, page_stride, num_pages, ids_ptr, first, last, world, BYTES: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD of the pages `first` to `last` to come to the L2. A hint: right whatever is yet written there."""
+    """Ask for the first AHEAD of the pages `first` to `last` to come to the L2. A hint, right whatever is yet written."""
     PART: tl.constexpr = BYTES * AHEAD // 128  # bytes for one lane to ask for
     lane = tl.arange(0, 128)
     index = first + lane * PART // BYTES
@@ -123,7 +136,7 @@ def prefetch_pages(pages_ptr, page_stride, num_pages, ids_ptr, first, last, worl
 
 
 @triton.jit(
-    do_not_specialize=["length_stride", "requests", "longest", "free", "rank", "world", "programs"],
+    do_not_specialize=["length_stride", "requests", "longest", "free", "threshold", "rank", "world", "programs"],
     do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
 )
 def plan_kernel(
@@ -134,14 +147,17 @@ def plan_kernel(
     requests,
     longest,
     free,
+    threshold,
     rank,
     world,
     programs,
     BLOCK: tl.constexpr,
+    AUTO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What depends on lengths only. Grid `(programs + R + 1,)`."""
     program = tl.program_id(0)
+    rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, threshold, rank, world, BLOCK, AUTO)
     if program >= programs:
         request = program - programs
         tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK))
@@ -162,11 +178,110 @@ def plan_kernel(
     tl.store(row + 2, request)
     tl.store(row + 3, before)
     tl.store(row + 4, tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0))
+    tl.store(row + 5, world)
     if PDL:
         # score_kernel reads its row before it has waited for this kernel's end, though only once all programs have left.
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def score_share(
+    tile,
+    page,
+    end,
+    request,
+    before,
+    length,
+    q_ptr,
+    pages_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    length_stride,
+    keys_ptr,
+    scores_ptr,
+    requests,
+    longest,
+    free,
+    query_len,
+    heads,
+    init_blocks,
+    local_blocks,
+    rank,
+    world,
+    num_pages,
+    q_row_stride,
+    q_head_stride,
+    page_stride,
+    block_table_stride,
+    scores_head_stride,
+    scores_row_stride,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr,
+    HIGHER: tl.constexpr,
+    SCORES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Candidates or scores of the pages of one program's share, for one column tile."""
+    SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
+    wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    wanted = column < query_len * heads
+    token = column // heads
+    head = column % heads
+    dims = tl.arange(0, DIM)
+    slot_places = tl.arange(0, COLUMNS)[:, None] * KEEP + tl.arange(0, KEEP)[None, :]
+    # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
+    keys_ptr += (tile * (tl.num_programs(0) + requests) + tl.program_id(0)).to(tl.int64) * (COLUMNS * KEEP)
+
+    while page < end:
+        length = tl.minimum(length, longest)
+        pages = request_pages(length, longest, free, rank, world, BLOCK)
+        if pages > 0:
+            first = page - before
+            last = tl.minimum(end - before, pages)
+            table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
+            # One page id ahead, so that its load is never waited for.
+            next_page = tl.load(table_row + first * world + rank)
+            q_row = (request * query_len + wide // heads).to(tl.int64)
+            queries = tl.load(
+                q_ptr + q_row[None, :] * q_row_stride + (wide % heads)[None, :] * q_head_stride + dims[:, None],
+                mask=(wide < query_len * heads)[None, :],
+                other=0.0,
+            )  # [D, COLUMNS * SPREAD]
+            wide_lengths = causal_length(length, wide // heads, query_len)
+            lengths = causal_length(length, token, query_len)
+            visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
+            best = no_keys(COLUMNS, KEEP)
+            if visible_blocks(length, longest, BLOCK) <= free:
+                last = first
+                every = tl.arange(0, KEEP)[None, :] * world + rank
+                nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
+                best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
+            for index in tl.range(first, last, num_stages=STAGES):
+                block = index * world + rank
+                this_page = next_page
+                next_page = tl.load(table_row + tl.minimum(index + 1, last - 1) * world + rank)
+                keys = load_keys(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM)
+                scores = page_scores(keys, queries, block, wide_lengths, BLOCK)
+                if COLUMNS <= 16:  # also where SPREAD is 1: `best` takes fewer registers than in the layout of the product
+                    scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
+                if SCORES:
+                    row = (request * query_len + token).to(tl.int64)
+                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
+                    tl.store(place, scores, mask=block < visible)
+                else:
+                    best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
+            if not SCORES:
+                tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, tl.maximum(best, 0))
+        before += pages
+        page = before
+        request += 1
+        if page < end:
+            length = tl.load(seq_lens_ptr + request * length_stride)
 
 
 @triton.jit(
@@ -177,6 +292,9 @@ def plan_kernel(
         "free",
         "query_len",
         "heads",
+        "first_head",
+        "own_heads",
+        "count",
         "init_blocks",
         "local_blocks",
         "rank",
@@ -189,7 +307,7 @@ def plan_kernel(
         "scores_head_stride",
         "scores_row_stride",
     ],
-    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr", "shares_ptr", "scores_ptr"],
+    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr", "shares_ptr", "scores_ptr", "steps_ptr"],
 )
 def score_kernel(
     q_ptr,  # [T, H, D]
@@ -200,11 +318,15 @@ def score_kernel(
     shares_ptr,  # [programs, SHARE] i32, of plan_kernel
     keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64: candidates of each segment
     scores_ptr,  # [H, T, L] f32
+    steps_ptr,  # [2] i32: steps that were exchanged, steps that were not
     requests,
     longest,  # tokens; a length past it counts as it
     free,  # blocks; a request that sees no more is selected whole, unscored
     query_len,
     heads,
+    first_head,  # of the rank's own heads
+    own_heads,
+    count,  # 1 counts the step
     init_blocks,
     local_blocks,
     rank,
@@ -219,9 +341,12 @@ def score_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # query columns of a request in one tile: rows x heads, up to a power of two
+    OWN_COLUMNS: tl.constexpr,  # the same of the rank's own heads
     KEEP: tl.constexpr,  # K up to a power of two
     HIGHER: tl.constexpr,
     SCORES: tl.constexpr,  # write scores, and no candidates
+    AUTO: tl.constexpr,  # all heads on the rank's blocks, or its own heads on all blocks, as the plan says
+    COUNT: tl.constexpr,  # there are steps to count
     PLANNED: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -236,7 +361,10 @@ def score_kernel(
     page_stride = page_stride.to(tl.int64) * 8
     if PLANNED:
         # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
-        page, end, request, before, length = load_share(shares_ptr, program)
+        page, end, request, before, length, at_work = load_share(shares_ptr, program)
+        if AUTO:
+            rank = tl.where(at_work == 1, 0, rank)
+            world = at_work
         if AHEAD > 0:
             longer = visible_blocks(length, longest, BLOCK) > free
             if page < end and longer:
@@ -268,63 +396,74 @@ def score_kernel(
             if requests > 1:
                 request, before = request_of(page, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
         length = tl.load(seq_lens_ptr + request * length_stride)
+    if COUNT:  # noqa: SIM102 (one is for the compiler, one for the program)
+        if program + tile == 0:
+            steps_ptr += tl.where(world == 1, 1, 0)
+            tl.store(steps_ptr, tl.load(steps_ptr) + count)
 
-    SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
-    wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    wanted = column < query_len * heads
-    token = column // heads
-    head = column % heads
-    dims = tl.arange(0, DIM)
-    slot_places = tl.arange(0, COLUMNS)[:, None] * KEEP + tl.arange(0, KEEP)[None, :]
-    # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
-    keys_ptr += (tile * (programs + requests) + program).to(tl.int64) * (COLUMNS * KEEP)
+    alone = world == 1 if AUTO else False
+    if alone:
+        if tile * OWN_COLUMNS < query_len * own_heads:
+            score_share(
+                tile, page, end, request, before, length,
+                q_ptr + first_head * q_head_stride, pages_ptr, block_table_ptr, seq_lens_ptr, length_stride,
+                keys_ptr, scores_ptr,
+                requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
+                q_row_stride, q_head_stride, page_stride, block_table_stride, scores_head_stride, scores_row_stride,
+                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, STAGES,
+            )  # fmt: skip
+    else:
+        score_share(
+            tile, page, end, request, before, length,
+            q_ptr, pages_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
+            q_row_stride, q_head_stride, page_stride, block_table_stride, scores_head_stride, scores_row_stride,
+            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, STAGES,
+        )  # fmt: skip
 
-    while page < end:
-        length = tl.minimum(length, longest)
-        pages = request_pages(length, longest, free, rank, world, BLOCK)
-        if pages > 0:
-            first = page - before
-            last = tl.minimum(end - before, pages)
-            table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
-            # One page id ahead, so that its load is never waited for.
-            next_page = tl.load(table_row + first * world + rank)
-            q_row = (request * query_len + wide // heads).to(tl.int64)
-            queries = tl.load(
-                q_ptr + q_row[None, :] * q_row_stride + (wide % heads)[None, :] * q_head_stride + dims[:, None],
-                mask=(wide < query_len * heads)[None, :],
-                other=0.0,
-            )  # [D, COLUMNS * SPREAD]
-            wide_lengths = causal_length(length, wide // heads, query_len)
-            lengths = causal_length(length, token, query_len)
-            visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
-            best = no_keys(COLUMNS, KEEP)
-            if visible_blocks(length, longest, BLOCK) <= free:
-                last = first
-                every = tl.arange(0, KEEP)[None, :]
-                nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
-                best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
-            for index in tl.range(first, last, num_stages=STAGES):
-                block = index * world + rank
-                this_page = next_page
-                next_page = tl.load(table_row + tl.minimum(index + 1, last - 1) * world + rank)
-                keys = load_keys(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM)
-                scores = page_scores(keys, queries, block, wide_lengths, BLOCK)
-                if COLUMNS <= 16:  # also where SPREAD is 1: `best` takes fewer registers than in the layout of the product
-                    scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
-                if SCORES:
-                    row = (request * query_len + token).to(tl.int64)
-                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
-                    tl.store(place, scores, mask=block < visible)
-                else:
-                    best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
-            if not SCORES:
-                tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, tl.maximum(best, 0))
-        before += pages
-        page = before
-        request += 1
-        if page < end:
-            length = tl.load(seq_lens_ptr + request * length_stride)
+
+@triton.jit
+def row_place(
+    row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world,
+    BLOCK: tl.constexpr, PLANNED: tl.constexpr,
+):  # fmt: skip
+    """A row's place among the candidates: its request, the request's tokens and pages, pages before it, all pages."""
+    request = row // query_len
+    if PLANNED:
+        before = tl.load(before_ptr + tl.minimum(request, requests))
+        total = tl.load(before_ptr + requests)
+    else:
+        counted = tl.minimum(request, requests)
+        before = pages_before(counted, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
+        total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
+    tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
+    tokens = tl.minimum(tokens, longest)
+    return request, tokens, request_pages(tokens, longest, free, rank, world, BLOCK), before, total
+
+
+@triton.jit
+def row_keys(
+    keys_ptr, column, request, tokens, pages, before, total, requests, longest, free, columns, programs,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """First KEEP keys, descending `[1, KEEP]`, of what the segments of a row's request left for its column."""
+    best = tl.zeros((1, KEEP), tl.int64)
+    if pages > 0:
+        used = tl.minimum(programs, total)
+        owner = owner_of(before, total, used)
+        segments = owner_of(before + pages - 1, total, used) - owner + 1
+        width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
+        width = tl.where(visible_blocks(tokens, longest, BLOCK) <= free, KEEP, width)
+        first = (column // columns) * (programs + requests) + owner + request
+        source = keys_ptr + first.to(tl.int64) * (columns * KEEP) + (column % columns) * KEEP
+        best = top_of(source, segments * width, width, columns * KEEP, KEEP, FEW, MANY, MOST)
+    return best
+
+
+@triton.jit
+def seen_tokens(row, request, tokens, requests, query_len):
+    """Causal length of a decode row of a request of `tokens` tokens, 0 for padding."""
+    return tl.where(request < requests, causal_length(tokens, row % query_len, query_len), 0)
 
 
 @triton.jit(
@@ -402,33 +541,18 @@ def select_kernel(
     """The first K of a row from its request's candidates."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    request = row // query_len
     # Lengths and plan were there before score_kernel began: no need to wait for it yet.
-    if PLANNED:
-        before = tl.load(before_ptr + tl.minimum(request, requests))
-        total = tl.load(before_ptr + requests)
-    else:
-        counted = tl.minimum(request, requests)
-        before = pages_before(counted, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-        total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-    full = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
-    full = tl.minimum(full, longest)
-    pages = request_pages(full, longest, free, rank, world, BLOCK)
-    length = tl.where(request < requests, causal_length(full, row % query_len, query_len), 0)
+    request, tokens, pages, before, total = row_place(
+        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED
+    )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    best = tl.zeros((1, KEEP), tl.int64)
-    if pages > 0:
-        used = tl.minimum(programs, total)
-        owner = owner_of(before, total, used)
-        segments = owner_of(before + pages - 1, total, used) - owner + 1
-        width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
-        width = tl.where(visible_blocks(full, longest, BLOCK) <= free, KEEP, width)
-        column = (row % query_len) * heads + head
-        first = (column // columns) * (programs + requests) + owner + request
-        source = keys_ptr + first.to(tl.int64) * (columns * KEEP) + (column % columns) * KEEP
-        best = top_of(source, segments * width, width, columns * KEEP, KEEP, FEW, MANY, MOST)
+    column = (row % query_len) * heads + head
+    best = row_keys(
+        keys_ptr, column, request, tokens, pages, before, total, requests, longest, free, columns, programs,
+        BLOCK, KEEP, FEW, MANY, MOST,
+    )  # fmt: skip
     if KEYS:
         lane = tl.arange(0, KEEP)
         place = out_ptr + head.to(tl.int64) * out_head_stride + row.to(tl.int64) * out_row_stride + lane
@@ -440,7 +564,7 @@ def select_kernel(
             head + one,
             row + one,
             tl.minimum(request, tl.maximum(requests - 1, 0)) + one,
-            length + one,
+            seen_tokens(row, request, tokens, requests, query_len) + one,
             one == 0,
             out_ptr,
             out_head_stride,

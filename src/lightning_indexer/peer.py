@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `peer` transport: ranks of one host exchange inside the selecting kernel. See `kernels.exchange` for the protocol."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_indexer import triton_backend
+from lightning_indexer.cache import IndexCache
+from lightning_indexer.kernels import exchange as kernels
+from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters
+from lightning_indexer.ranks import Ranks
+from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.table import SparseTable
+from lightning_indexer.triton_backend import Decode, Owner, on_its_device
+from lightning_indexer.workspace import StepPlan, Workspace, power_of_two, unscored_blocks
+
+WORD_BYTES = 8
+MOST_LANES = 1024  # keys of all ranks that a program merges at once
+POLLS_PER_SECOND = 1_000_000  # looks at a box that is not filled yet: about a microsecond each
+DRY = -1  # polls of a launch that neither sends nor waits
+
+
+class PeerTransport:
+    """Boxes of the ranks of one host, and the launches that use them. One step at a time.
+
+    Args:
+        spec: geometry; `spec.num_heads` counts the heads of the whole group.
+        ranks: the group.
+        max_rows: most rows of a step.
+        device: this rank's GPU.
+        timeout: how long a program waits for another rank.
+
+    Raises:
+        RuntimeError: a rank did not come in time, or its memory cannot be mapped (not on this host, or no access between the
+            two GPUs).
+    """
+
+    name = "peer"
+
+    def __init__(self, spec: IndexerSpec, ranks: Ranks, max_rows: int, device: torch.device, timeout: timedelta) -> None:
+        self.spec, self.ranks, self.max_rows, self.device = spec, ranks, max_rows, device
+        self.owned = spec.owned_heads(ranks.rank, ranks.world)
+        self.polls = min(int(timeout.total_seconds() * POLLS_PER_SECOND), 2**31 - 1)
+        heads = len(self.owned)
+        self.query_words = 2 * ranks.world * heads * max_rows * spec.topk  # the keys lie before the queries
+        words = self.query_words + 2 * ranks.world * heads * max_rows * spec.head_dim // kernels.WORD.value
+        self.box = torch.full((words,), kernels.EMPTY.value, dtype=torch.int64, device=device)
+        _finish(device)  # nobody may write before it is empty
+        self.boxes = ranks.share(self.box, timeout)
+        self.addresses = torch.tensor([box.data_ptr() for box in self.boxes], dtype=torch.int64, device=device)
+        self.queries = torch.zeros(max_rows * spec.num_heads * spec.head_dim, dtype=torch.int16, device=device)
+        self.steps = torch.zeros(2, dtype=torch.int32, device=device)
+        self.failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self.report = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        neighbours = [message["device"] for message in ranks.gather({"device": _identity(device)}, timeout)]
+        self.waiters = exchange_waiters(device_facts(device), neighbours.count(_identity(device)))
+
+    def raise_if_failed(self) -> None:
+        """Raise RuntimeError if a program of an earlier step has waited in vain, as far as it is known without waiting."""
+        missed = int(self.report[0])
+        if missed:
+            raise RuntimeError(
+                f"rank {self.ranks.rank} of {self.ranks.world} waited in vain for rank {missed - 1} inside a decode step; "
+                "selections since then are void, and the indexer must be made anew"
+            )
+
+    def decode(self, q: torch.Tensor, *step: Any) -> None:
+        """Ids of the own heads into `out` `[h, T, K]`.
+
+        Args:
+            q: `[T, h, D]` or `[T, H, D]`, at least one row.
+            step: cache, block_table, seq_lens, spec, query_len, longest, order, sparse_table, out, plan and workspace as
+                `triton_backend.decode` takes them, and whether to load the kernels only, and neither send nor wait.
+        """
+        _decode(q, self, *step)
+
+
+@on_its_device
+def _decode(
+    q: torch.Tensor,
+    transport: PeerTransport,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    longest: int,
+    order: str,
+    sparse_table: SparseTable | None,
+    out: torch.Tensor,
+    plan: StepPlan,
+    workspace: Workspace,
+    dry: bool,
+) -> None:
+    if q.shape[1] != spec.num_heads:
+        q = _gather_queries(q, transport, plan, dry)
+    shard = Shard(transport.ranks.rank, transport.ranks.world)
+    owner = Owner(transport.owned.start, len(transport.owned), transport.steps, not dry)
+    free = unscored_blocks(spec, order)
+    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, shard, plan, workspace, owner)
+    step.score(None)
+    _exchange(step, transport, plan, order, sparse_table, out, dry)
+
+
+def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, dry: bool) -> torch.Tensor:
+    """Own queries `[T, h, D]` of every rank to `[T, H, D]`; in a step that is not shared only the own heads are filled."""
+    assert plan.shares is not None
+    rows, owned, dim = q.shape
+    heads = transport.spec.num_heads
+    gathered = transport.queries[: rows * heads * dim].view(rows, heads, dim)
+    chunks = -(-rows * owned * dim // (kernels.WORD.value * kernels.CHUNK.value))
+    words = q.stride(0) // kernels.WORD.value, q.stride(1) // kernels.WORD.value
+    policy = decode_policy(device_facts(q.device), 0)
+    kernels.gather_kernel[(min(chunks, transport.waiters),)](
+        q.view(torch.int16),
+        gathered,
+        transport.addresses,
+        plan.shares[:, -1],
+        transport.steps,
+        transport.failed,
+        transport.report,
+        rows,
+        *words,
+        owned,
+        heads,
+        transport.spec.replicas(transport.ranks.world),
+        transport.ranks.rank,
+        transport.ranks.world,
+        transport.max_rows,
+        transport.query_words,
+        DRY if dry else transport.polls,
+        DIM=dim,
+        AUTO=plan.threshold is not None,
+        PDL=policy.pdl,
+        **policy.select_options(),
+    )
+    return gathered.view(q.dtype)
+
+
+def _exchange(
+    step: Decode,
+    transport: PeerTransport,
+    plan: StepPlan,
+    order: str,
+    sparse_table: SparseTable | None,
+    out: torch.Tensor,
+    dry: bool,
+) -> None:
+    """Select from the candidates of `step`, exchange, and merge."""
+    assert plan.shares is not None
+    spec, world = step.spec, transport.ranks.world
+    rows, owned = out.shape[1], len(transport.owned)
+    waiters = min(rows * owned, transport.waiters)
+    tiling = step.tiling
+    kernels.exchange_kernel[(rows * (spec.num_heads - owned) + waiters,)](
+        step.workspace.keys,
+        step.seq_lens,
+        step.seq_lens.stride(0),
+        plan.before,
+        transport.addresses,
+        plan.shares[:, -1],
+        transport.steps,
+        transport.failed,
+        transport.report,
+        out,
+        *triton_backend.table_pointers(sparse_table, step.seq_lens),
+        step.requests,
+        rows,
+        step.longest,
+        step.free,
+        step.query_len,
+        spec.num_heads,
+        transport.owned.start,
+        owned,
+        spec.replicas(world),
+        tiling.columns,
+        step.own_tiling.columns,
+        spec.topk,
+        transport.ranks.rank,
+        world,
+        step.workspace.programs,
+        transport.max_rows,
+        waiters,
+        DRY if dry else transport.polls,
+        *out.stride()[:2],
+        *triton_backend.table_strides(sparse_table),
+        BLOCK=spec.block_size,
+        KEEP=tiling.keep,
+        FEW=triton_backend.CANDIDATES[0],
+        MANY=triton_backend.CANDIDATES[1],
+        MOST=triton_backend.CANDIDATES[2],
+        LANES=max(tiling.keep, min(MOST_LANES, power_of_two(world * spec.topk))),
+        HIGHER=spec.tie_break == "higher",
+        BY_BLOCK=order == "block",
+        PARTS=triton_backend.table_parts(sparse_table, spec),
+        AUTO=plan.threshold is not None,
+        PDL=step.policy.pdl,
+        **step.policy.select_options(),
+    )
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _identity(device: torch.device) -> str:
+    """A name of the GPU that is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a group as the indexer sees them: who they are, how they tell each other things, how they share memory.
+
+`ProcessRanks` are processes of a torch.distributed group, `VirtualRank`s live in one process and share a device: for tests and
+measurements of P ranks on one GPU.
+"""
+
+import base64
+import pickle
+import threading
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
+
+from lightning_indexer.agreement import Message, gather_messages
+from lightning_indexer.checks import check_int, require
+
+
+class Ranks(Protocol):
+    """A group, seen from one of its ranks."""
+
+    rank: int
+    world: int
+
+    def gather(self, message: Message, timeout: timedelta | None) -> list[Message]:
+        """Every rank's message, by rank; RuntimeError names the ranks that did not come in time."""
+
+    def share(self, tensor: torch.Tensor, timeout: timedelta | None) -> list[torch.Tensor]:
+        """Every rank's tensor, by rank, as memory that this process can read and write on its device."""
+
+
+class ProcessRanks:
+    """Processes of a torch.distributed group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+
+    def gather(self, message: Message, timeout: timedelta | None) -> list[Message]:
+        """As `Ranks.gather`."""
+        return gather_messages(message, self.group, timeout)
+
+    def share(self, tensor: torch.Tensor, timeout: timedelta | None) -> list[torch.Tensor]:
+        """As `Ranks.share`: CUDA or HIP IPC handles, over the group's CPU side. All processes run on one host."""
+        reduced = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        handle = base64.b64encode(pickle.dumps(reduced)).decode()
+        shared = []
+        for rank, message in enumerate(self.gather({"handle": handle}, timeout)):
+            if rank == self.rank:  # a process must not open its own handle
+                shared.append(tensor)
+            else:
+                rebuild, arguments = pickle.loads(base64.b64decode(message["handle"]))
+                shared.append(rebuild(*arguments))
+        return shared
+
+
+class VirtualRank:
+    """One of several ranks of the same process; see `virtual_ranks`."""
+
+    def __init__(self, rank: int, world: int, table: "_Table") -> None:
+        self.rank = rank
+        self.world = world
+        self._table = table
+
+    def gather(self, message: Message, timeout: timedelta | None) -> list[Message]:
+        """As `Ranks.gather`; the ranks call it from threads of their own."""
+        return self._table.gather(self.rank, message, timeout)
+
+    def share(self, tensor: torch.Tensor, timeout: timedelta | None) -> list[torch.Tensor]:
+        """As `Ranks.share`: the tensors themselves."""
+        return [message["tensor"] for message in self.gather({"tensor": tensor}, timeout)]
+
+
+class _Table:
+    """Where the threads of virtual ranks lay down messages, round by round."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.changed = threading.Condition()
+        self.rounds = [0] * world  # that each rank has begun
+        self.messages: dict[int, dict[int, Any]] = {}
+
+    def gather(self, rank: int, message: Message, timeout: timedelta | None) -> list[Message]:
+        with self.changed:
+            number = self.rounds[rank]
+            self.rounds[rank] += 1
+            laid = self.messages.setdefault(number, {})
+            laid[rank] = message
+            self.changed.notify_all()
+            limit = None if timeout is None else timeout.total_seconds()
+            if not self.changed.wait_for(lambda: len(laid) == self.world, limit):
+                missing = ", ".join(str(other) for other in range(self.world) if other not in laid)
+                raise RuntimeError(f"rank {rank} of {self.world} waited in vain for rank {missing}")
+            self.messages.pop(number - 1, None)  # all have begun this round, so all have read the one before
+            return [laid[other] for other in range(self.world)]
+
+
+def virtual_ranks(world: int) -> list[VirtualRank]:
+    """`world` ranks of this process, to give to `ContextParallelIndexer` as its group, each in its own thread.
+
+    Construction and warm-up are collective, so they need a thread per rank; steps do not wait on the host, so that one thread
+    can queue them all, each rank's on a stream of its own.
+
+    Raises:
+        ValueError: `world` below 1.
+    """
+    check_int("world", world, 1)
+    table = _Table(world)
+    return [VirtualRank(rank, world, table) for rank in range(world)]
+
+
+def ranks_of(group: "dist.ProcessGroup | Ranks | None") -> Ranks | None:
+    """The ranks of a group; None is the default process group, or None again if there is none.
+
+    Raises:
+        ValueError: a group that this process is not in.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or not isinstance(group, dist.ProcessGroup):
+        return group
+    require(dist.get_rank(group) >= 0, "group", "a group that this process is in", "one that it is not in")
+    return ProcessRanks(group)
