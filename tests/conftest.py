@@ -5,6 +5,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests fork ranks: a child must not wait for its parent's threads
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # up to 16 ranks wait for each other on one GPU
 
 import pytest
 import torch

@@ -461,7 +461,8 @@ def test_without_a_device(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ([], ["--device", "cpu"], ["--device", "cuda:1"]):
         done = CliRunner().invoke(cli.main, ["bench", command, *device])
-        assert (done.exit_code, done.output) == (1, "Error: bench needs a CUDA or HIP device\n")
+        name = device[-1] if device else "cuda"
+        assert (done.exit_code, done.output) == (1, f"Error: {name!r} is no CUDA or HIP device that works here\n")
 
 
 @pytest.mark.parametrize(

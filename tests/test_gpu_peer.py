@@ -4,8 +4,6 @@
 import math
 import os
 import tempfile
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +16,7 @@ from support import NAN, OUT_OF_CACHE, Inputs, chosen, lengths, owned_heads, pla
 from torch.multiprocessing.spawn import start_processes
 
 import lightning_indexer as li
-from lightning_indexer.ranks import virtual_ranks
+from lightning_indexer.ranks import run_virtual
 
 pytestmark = pytest.mark.gpu
 
@@ -69,24 +67,7 @@ class Virtual:
                 indexer.warmup(**(warm or {}))
             self.indexers[ranks.rank] = indexer
 
-        self.in_threads(make)
-
-    def in_threads(self, work: Callable[[Any], None]) -> None:
-        failures: list[BaseException] = []
-
-        def run(ranks: Any) -> None:
-            try:
-                work(ranks)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=run, args=(ranks,)) for ranks in virtual_ranks(self.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        run_virtual(world, make)
 
     def own(self, rank: int) -> list[int]:
         return owned_heads(rank, self.world, self.spec.num_heads)
@@ -200,6 +181,8 @@ def test_back_to_back_layers_with_a_slow_rank(pool):
                 ranks.indexers[rank].decode(own, *static.arguments[1:], out=outs[rank][layer], plan=plan)
         graphs.append(graph)
     generator = torch.Generator().manual_seed(1)
+    torch.cuda._sleep(1)  # loaded before anybody waits
+    torch.cuda.synchronize()
     for turn in range(50):
         name = ("long", "short", "short", "long", "long")[turn % 5]
         for field in ("q", "block_table", "seq_lens"):
@@ -255,22 +238,16 @@ def test_a_missing_rank_is_named(pool):
 
 def test_differing_configurations():
     """A rank with other limits: told at construction, on every rank."""
-    found: dict[int, str] = {}
 
-    def make(ranks: Any) -> None:
+    def make(ranks: Any) -> str:
         torch.cuda.set_device(0)
+        changes = {"max_rows": 8 + ranks.rank, "max_seq_len": LONGEST, "device": DEVICE, "transport": "peer"}
         with pytest.raises(ValueError, match="max_rows: expected the same on every rank") as caught:
-            li.ContextParallelIndexer(
-                SPEC, ranks, max_rows=8 + ranks.rank, max_seq_len=LONGEST, device=DEVICE, transport="peer"
-            )
-        found[ranks.rank] = str(caught.value)
+            li.ContextParallelIndexer(SPEC, ranks, **changes)
+        return str(caught.value)
 
-    threads = [threading.Thread(target=make, args=(ranks,)) for ranks in virtual_ranks(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [0, 1]
+    first, second = run_virtual(2, make)
+    assert first == second
 
 
 def process(rank: int, world: int, folder: str, what: str) -> None:
@@ -329,6 +306,6 @@ def test_processes(world, transport):
 
 
 def test_a_process_that_dies_is_named():
-    told = processes(3, "missing")
+    told = processes(4, "missing")
     assert told[1] == "gone"
-    assert all("waited in vain for rank 1" in told[rank] for rank in (0, 2))
+    assert all("waited in vain for rank 1" in told[rank] for rank in (0, 2, 3))

@@ -122,4 +122,4 @@ def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch):
 
 def plan_of(indexer: li.ContextParallelIndexer, inputs: Inputs) -> li.StepPlan:
     bound = inputs.block_table.shape[1] * inputs.spec.block_size
-    return indexer.plan_step(inputs.seq_lens, max_seq_len=bound)
+    return indexer.plan_step(inputs.seq_lens, query_len=inputs.query_len, max_seq_len=bound)

@@ -5,6 +5,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 import lightning_indexer
 from lightning_indexer.bench import plot, report
-from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, decode_set, prefill_set
+from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, RankCase, decode_set, prefill_set, rank_set
 from lightning_indexer.bench.cases import Case as BenchCase
+from lightning_indexer.bench.exchange import ExchangeRow, measure_exchange
+from lightning_indexer.bench.gate import WrongSelectionError
 from lightning_indexer.bench.roofs import measure_roofs
 from lightning_indexer.bench.run import Facts, measure
 from lightning_indexer.bench.timing import QUICK, Protocol
@@ -77,6 +80,7 @@ def main() -> None:
 @click.option("--query-len", type=click.IntRange(1), default=1, help="Query rows per request (random).")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Requests (random).")
 @click.option("--seed", type=int, default=0, help="Of weights, random input and page shuffling.")
+@click.option("--device", default="cpu", help="cpu: ranks are processes, over gloo; cuda: threads that share the GPU.")
 @click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
 def verify(
     source: str,
@@ -85,11 +89,12 @@ def verify(
     text: Path | None,
     json_path: Path | None,
     seed: int,
+    device: str,
     **options: Any,
 ) -> None:
     """Show that context-parallel ranks select what one rank selects, and what the model itself selects.
 
-    Starts real ranks (processes), gives each its heads' queries, and compares every id that they return with the unsharded
+    Starts ranks, gives each its heads' queries, and compares every id that they return with the unsharded
     selection (bit for bit, order included) and with the model's own blocks (as sets). Exits 1 on any difference.
     """
     progress = Progress()
@@ -97,8 +102,9 @@ def verify(
         heads = options["heads"] if source == "random" else MODEL_HEADS
         for world in worlds:
             IndexerSpec(num_heads=heads).owned_heads(0, world)
+        where = torch.device("cpu") if device == "cpu" else _gpu(device)
         cases = _cases(source, context, text, seed, progress, **options)
-        outcomes = list(compare(cases, worlds, progress))
+        outcomes = list(compare(cases, worlds, progress, where))
         masses = [attention_mass(case) for case in cases if case.attention_heads]
     except (ValueError, ImportError) as error:
         raise click.ClickException(str(error)) from error
@@ -110,7 +116,12 @@ def verify(
     click.echo("\n" + statement(outcomes))
     if json_path is not None:
         parameters = {"input": source, "worlds": worlds, "version": lightning_indexer.__version__}
-        parameters |= {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+        parameters |= {
+            "device": device,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+        }
         json_path.write_text(json.dumps(as_json(outcomes, masses, parameters), indent=1) + "\n")
     sys.exit(0 if all(outcome.passed for outcome in outcomes) else 1)
 
@@ -160,6 +171,16 @@ def _triples(context: click.Context, parameter: click.Parameter, values: tuple[s
             raise click.BadParameter(f"expected {parameter.metavar}, got {value!r}") from error
         triples.append((first, second, third))
     return triples
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"expected numbers such as 1,8,32, got {value!r}") from error
+    if min(numbers) < 1:
+        raise click.BadParameter(f"expected numbers from 1, got {value!r}")
+    return numbers
 
 
 def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -227,6 +248,36 @@ def bench_prefill(shapes: list[tuple[int, int, int]], **options: Any) -> None:
     _bench(cases or prefill_set(), **options)
 
 
+@bench.command("cp")
+@click.option("--world", type=click.IntRange(2, 16), default=4, help="Ranks.")
+@click.option("--heads", type=click.IntRange(1), default=4, help="Index heads of all ranks together.")
+@click.option(
+    "--case",
+    "shapes",
+    multiple=True,
+    callback=_triples,
+    metavar="BATCH,CONTEXT,QUERY_LEN",
+    help="A case, repeatable.  [default: those of the peer's figures]",
+)
+@click.option("--rows", default="1,8,32,128,512", callback=_numbers, help="Rows of the steps that are exchanged.")
+@_bench_options
+def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: list[int], **options: Any) -> None:
+    """Time one rank of a context-parallel decode step against the step without it, and the exchange.
+
+    A rank's kernels (all heads on its blocks) and the unsharded step (its own heads on all blocks) are timed alone, exchange
+    and merge on virtual ranks that share the GPU. "sharded" is the sum of the first and the last: what a step takes where
+    every rank has a GPU and the exchange costs what it costs here.
+    """
+    try:
+        given = [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in shapes]
+        ranks = given or rank_set(world, heads)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    alone = [case.own for case in ranks]
+    exchange = partial(measure_exchange, world, rows)
+    _bench([*ranks, *alone], **options, exchange=exchange)
+
+
 def _bench(
     cases: Sequence[BenchCase],
     format: str,
@@ -235,6 +286,7 @@ def _bench(
     commit: str | None,
     json_path: Path | None,
     plot_path: Path | None,
+    exchange: Callable[..., list[ExchangeRow]] | None = None,
 ) -> None:
     where = _gpu(device)
     protocol = QUICK if quick else Protocol()
@@ -247,13 +299,18 @@ def _bench(
             progress("roofs", 0, 1)
             roofs = measure_roofs(protocol, where)
             result = measure(cases, format, where, facts, roofs, protocol, progress)
-    except (ValueError, ImportError) as error:
+            exchanged = [] if exchange is None else exchange(where, protocol, progress)
+    except (ValueError, ImportError, WrongSelectionError) as error:
         raise click.ClickException(str(error)) from error
     finally:
         progress.close()
     click.echo(f"\n{report.header(result, protocol.replays)}\n{report.result_table(result)}\n\n{report.summary(result)}")
+    told = result.as_json()
+    if exchange is not None:
+        click.echo(f"\n{report.exchange_table(exchanged)}\n\n{report.gain_table(result, exchanged)}")
+        told["rows"] += [row.as_json() for row in exchanged]
     if json_path is not None:
-        json_path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+        json_path.write_text(json.dumps(told, indent=1) + "\n")
     if plot_path is not None:
         plot.write_plot(result, plot_path)
     sys.exit(1 if result.failures else 0)
@@ -265,5 +322,5 @@ def _gpu(name: str) -> torch.device:
     except RuntimeError as error:
         raise click.BadParameter(f"expected a device such as cuda or cuda:1, got {name!r}", param_hint="--device") from error
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise click.ClickException("bench needs a CUDA or HIP device")
+        raise click.ClickException(f"{name!r} is no CUDA or HIP device that works here")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_indexer import calibration, custom_op
 from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, Message, require_agreement
 from lightning_indexer.arguments import (
     INT32,
@@ -90,7 +91,7 @@ class ContextParallelIndexer:
             "collective" is "sharded": there the choice is fixed for the instance, and so for every graph.
         timeout: seconds to wait for a missing rank at construction and in each step; None takes the group's own, and a
             minute within kernels.
-        threshold: pages for "auto"; None always shares.
+        threshold: pages for "auto"; None has `warmup` measure them, and shares every step until then. See `thresholds`.
         micro_batches: steps that may be in flight at once, each on a stream of its own.
 
     Raises:
@@ -116,7 +117,7 @@ class ContextParallelIndexer:
         self.ranks = ranks_of(group)
         self.rank = 0 if self.ranks is None else self.ranks.rank
         self.world = 1 if self.ranks is None else self.ranks.world
-        self._timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else None
+        self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else None
 
         def check() -> Message:
             check_spec(spec).owned_heads(self.rank, self.world)
@@ -147,6 +148,7 @@ class ContextParallelIndexer:
             }
 
         self._agree("ContextParallelIndexer", check, lambda configuration: configuration)
+        self._handle = custom_op.register(self)
         self.spec = spec
         self.max_rows = max_rows
         self.max_seq_len = max_seq_len
@@ -156,7 +158,10 @@ class ContextParallelIndexer:
         self.transport = self._connect(transport)
         alone = dispatch == "replicated" or self.world == 1
         self.dispatch = "replicated" if alone else dispatch if self.transport == "peer" else "sharded"
-        self.threshold = (-1 if threshold is None else threshold) if self.dispatch == "auto" else None
+        self._calibrates = threshold is None and self.dispatch == "auto"
+        given = calibration.ALWAYS if threshold is None else threshold
+        # Pages of all requests together up to which "auto" does not share a step, by the most rows that this holds for.
+        self.thresholds = [(max_rows, given)] if self.dispatch == "auto" else []
 
     def _connect(self, transport: str) -> str | None:
         """Make the transport of every micro-batch; what it is called, None for a rank alone."""
@@ -168,7 +173,7 @@ class ContextParallelIndexer:
             if transport == "peer":
                 from lightning_indexer.peer import PeerTransport
 
-                batch.peer = PeerTransport(self.spec, self.ranks, self.max_rows, self.device, self._timeout or PEER_TIMEOUT)
+                batch.peer = PeerTransport(self.spec, self.ranks, self.max_rows, self.device, self.timeout or PEER_TIMEOUT)
             elif isinstance(self.ranks, ProcessRanks):
                 batch.collective = CollectiveTransport(self.spec, self.ranks.group, self.max_rows, self.device)
         return transport
@@ -179,12 +184,12 @@ class ContextParallelIndexer:
         if not backend_of(self.device).on_gpu:
             return False
         mine = {"host": platform.node(), "index": self.device.index}
-        found = self.ranks.gather(mine, self._timeout)
+        found = self.ranks.gather(mine, self.timeout)
         others = [message["index"] for message in found if message["index"] != self.device.index]
         reached = all(message["host"] == mine["host"] for message in found) and all(
             other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(self.device, other) for other in others
         )
-        return all(message["reached"] for message in self.ranks.gather({"reached": reached}, self._timeout))
+        return all(message["reached"] for message in self.ranks.gather({"reached": reached}, self.timeout))
 
     def warmup(
         self,
@@ -194,7 +199,9 @@ class ContextParallelIndexer:
         order: str = "score",
         page_size: int | None = None,
     ) -> None:
-        """Run small steps on every rank, so that later ones find connections and code ready. A collective.
+        """Run small steps on every rank, so that later ones find connections and code ready; measure thresholds. A collective.
+
+        Measuring takes up to 256 MiB of bf16 keys for a moment, and less where less than 1 GiB is free.
 
         Ranks that share a GPU need it for every argument that their steps will have: a kernel that is loaded while another
         rank's waits on the same GPU would wait for that one.
@@ -231,7 +238,9 @@ class ContextParallelIndexer:
                 assert self.ranks is not None
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                self.ranks.gather({"warm": cache_format}, self._timeout)
+                self.ranks.gather({"warm": cache_format}, self.timeout)
+        if self._calibrates and device.type == "cuda":
+            self.thresholds = calibration.calibrate(self, cache_format)
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
@@ -258,6 +267,7 @@ class ContextParallelIndexer:
         self,
         seq_lens: torch.Tensor,
         *,
+        query_len: int = 1,
         order: str = "score",
         max_seq_len: int | None = None,
         out: StepPlan | None = None,
@@ -268,6 +278,7 @@ class ContextParallelIndexer:
 
         Args:
             seq_lens: `[R]` int32.
+            query_len: of the `decode` calls.
             order: of the `decode` calls.
             max_seq_len: B times the columns of their block table, if that is less than the indexer's `max_seq_len`.
             out: an earlier plan, made anew in place.
@@ -276,11 +287,32 @@ class ContextParallelIndexer:
             ValueError: an argument's shape, dtype or device.
         """
         check_tensor("seq_lens", seq_lens, ("R",), INT32, self.device, unit_stride=False)
+        check_int("query_len", query_len, 1)
         check_order(order)
         if max_seq_len is not None:
             check_int("max_seq_len", max_seq_len, 0)
         longest = self.max_seq_len if max_seq_len is None else min(max_seq_len, self.max_seq_len)
-        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, self.threshold, out)
+        threshold = self._threshold(len(seq_lens) * query_len)
+        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, threshold, out)
+
+    def run_plan(
+        self,
+        q: torch.Tensor,
+        cache: IndexCache,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        plan: StepPlan,
+    ) -> None:
+        """One step with "peer" as the plan has it, whatever the thresholds; nothing is checked. For measurements."""
+        batch = self._batches[0]
+        step = (cache, block_table, seq_lens, self.spec, 1, plan.longest, "score", None, out, plan, batch.workspace, False)
+        batch.peer.decode(q, *step)
+
+    def _threshold(self, rows: int) -> int | None:
+        """Pages up to which a step of `rows` rows is not shared; None if there is no choice."""
+        fitting = [pages for most, pages in self.thresholds if rows <= most] or [pages for _, pages in self.thresholds[-1:]]
+        return fitting[0] if fitting else None
 
     @property
     def _worked_shard(self) -> Shard:
@@ -325,6 +357,9 @@ class ContextParallelIndexer:
                 fault alone; the time-out or the group's watchdog ends the others.
             RuntimeError: a rank did not arrive within the time-out, or died; with "peer" in the next call.
         """
+        if torch.compiler.is_compiling():  # one operator, which plans for itself
+            owned, step = len(self.owned_heads), (q, cache, block_table, seq_lens, query_len, order, sparse_table, out)
+            return custom_op.traced_decode(self._handle, owned, self.spec.topk, *step, micro_batch)
         return self._decode(q, cache, block_table, seq_lens, query_len, order, sparse_table, out, plan, micro_batch, False)
 
     def _decode(
@@ -354,7 +389,7 @@ class ContextParallelIndexer:
         step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if talks else check()
         batch = self._batches[micro_batch]
         if plan is None and batch.workspace is not None:
-            plan = self._plan(batch, step, order)
+            plan = self._plan(batch, step, query_len, order)
         rest = (step.cache, block_table, seq_lens, spec, query_len, step.longest)
         if self.dispatch == "replicated" or self.transport is None or (batch.peer is not None and not len(seq_lens)):
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
@@ -372,12 +407,13 @@ class ContextParallelIndexer:
             batch.peer.decode(q, *rest, order, sparse_table, step.out, plan, batch.workspace, dry)
         return step.out
 
-    def _plan(self, batch: _MicroBatch, step: _Step, order: str) -> StepPlan:
+    def _plan(self, batch: _MicroBatch, step: _Step, query_len: int, order: str) -> StepPlan:
         """A plan for one call, in memory that a graph finds again."""
         requests = step.seq_lens.shape[0]
-        facts = unscored_blocks(self.spec, order), step.longest, self.threshold
+        threshold = self._threshold(requests * query_len)
+        facts = unscored_blocks(self.spec, order), step.longest, threshold
         plan = StepPlan(batch.shares, batch.before[: requests + 1], self._worked_shard, self.spec.block_size, *facts)
-        return make_plan(step.seq_lens, self.spec, step.longest, order, self._worked_shard, self.threshold, plan)
+        return make_plan(step.seq_lens, self.spec, step.longest, order, self._worked_shard, threshold, plan)
 
     def _agree(self, subject: str, check: Callable[[], Checked], outline: Callable[[Checked], Message]) -> Checked:
         """Check this rank's arguments, then tell the others what they are, or that they are wrong."""
@@ -387,9 +423,9 @@ class ContextParallelIndexer:
             checked = check()
             message = {"error": None, "call": subject, **outline(checked)}
         except Exception as error:
-            self.ranks.gather({"error": str(error)[:MAX_ERROR_CHARACTERS]}, self._timeout)
+            self.ranks.gather({"error": str(error)[:MAX_ERROR_CHARACTERS]}, self.timeout)
             raise
-        require_agreement(subject, self.ranks.gather(message, self._timeout))
+        require_agreement(subject, self.ranks.gather(message, self.timeout))
         return checked
 
     def _check(
@@ -419,7 +455,8 @@ class ContextParallelIndexer:
         check_order(order)
         check_sparse_table(sparse_table, spec, seq_lens, owned, rows, self.device)
         if plan is not None:
-            check_plan(plan, spec, self._worked_shard, len(seq_lens), order, longest, self.threshold)
+            threshold = self._threshold(len(seq_lens) * query_len)
+            check_plan(plan, spec, self._worked_shard, len(seq_lens), order, longest, threshold)
         if backend_of(self.device).on_gpu:
             require(query_len <= MAX_QUERY_LEN, "query_len", f"at most {MAX_QUERY_LEN} on a GPU", query_len)
         return _Step(checked, seq_lens, longest, check_ids_out(out, owned, rows, spec, self.device))

@@ -8,8 +8,9 @@ measurements of P ranks on one GPU.
 import base64
 import pickle
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from lightning_indexer.agreement import Message, gather_messages
 from lightning_indexer.checks import check_int, require
+
+Result = TypeVar("Result")
+
+VIRTUAL_TIMEOUT = timedelta(seconds=60)
 
 
 class Ranks(Protocol):
@@ -91,7 +96,7 @@ class _Table:
             laid = self.messages.setdefault(number, {})
             laid[rank] = message
             self.changed.notify_all()
-            limit = None if timeout is None else timeout.total_seconds()
+            limit = (timeout or VIRTUAL_TIMEOUT).total_seconds()
             if not self.changed.wait_for(lambda: len(laid) == self.world, limit):
                 missing = ", ".join(str(other) for other in range(self.world) if other not in laid)
                 raise RuntimeError(f"rank {rank} of {self.world} waited in vain for rank {missing}")
@@ -102,8 +107,10 @@ class _Table:
 def virtual_ranks(world: int) -> list[VirtualRank]:
     """`world` ranks of this process, to give to `ContextParallelIndexer` as its group, each in its own thread.
 
-    Construction and warm-up are collective, so they need a thread per rank; steps do not wait on the host, so that one thread
-    can queue them all, each rank's on a stream of its own.
+    Construction and warm-up are collective, so they need a thread per rank (`run_virtual`); steps do not wait on the host, so
+    that one thread can queue them all, each rank's on a stream of its own. Ranks must not share a hardware queue: for more
+    than 8 streams in all set `CUDA_DEVICE_MAX_CONNECTIONS` (up to 32) before CUDA starts. No kernel may be loaded for the
+    first time while a rank waits.
 
     Raises:
         ValueError: `world` below 1.
@@ -111,6 +118,31 @@ def virtual_ranks(world: int) -> list[VirtualRank]:
     check_int("world", world, 1)
     table = _Table(world)
     return [VirtualRank(rank, world, table) for rank in range(world)]
+
+
+def run_virtual(world: int, work: Callable[[VirtualRank], Result]) -> list[Result]:
+    """What `work` returns for each of `world` new virtual ranks, in a thread each.
+
+    Raises:
+        Exception: the first one that a rank raised.
+    """
+    results: dict[int, Result] = {}
+    failures: list[BaseException] = []
+
+    def run(ranks: VirtualRank) -> None:
+        try:
+            results[ranks.rank] = work(ranks)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(ranks,)) for ranks in virtual_ranks(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(world)]
 
 
 def ranks_of(group: "dist.ProcessGroup | Ranks | None") -> Ranks | None:
@@ -121,7 +153,13 @@ def ranks_of(group: "dist.ProcessGroup | Ranks | None") -> Ranks | None:
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    if group is None or not isinstance(group, dist.ProcessGroup):
-        return group
-    require(dist.get_rank(group) >= 0, "group", "a group that this process is in", "one that it is not in")
-    return ProcessRanks(group)
+    if group is None:
+        return None
+    member = "a group that this process is in", "one that it is not in"
+    if isinstance(group, dist.ProcessGroup):
+        require(dist.get_rank(group) >= 0, "group", *member)
+        return ProcessRanks(group)
+    require(group is not dist.GroupMember.NON_GROUP_MEMBER, "group", *member)  # what `new_group` gives the others
+    known = all(hasattr(group, name) for name in ("rank", "world", "gather", "share"))
+    require(known, "group", "a process group, a virtual rank or None", type(group).__name__)
+    return group

@@ -68,6 +68,39 @@ class DecodeCase:
 
 
 @dataclass(frozen=True)
+class RankCase(DecodeCase):
+    """What one rank of `world` does of a decode step: all `heads` on its blocks, up to its keys; no exchange.
+
+    Rank 0 is taken, which has the most blocks.
+    """
+
+    world: int = 4
+
+    op = "cp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        IndexerSpec(num_heads=self.heads).owned_heads(0, self.world)
+
+    @property
+    def own(self) -> DecodeCase:
+        """The same step without context parallelism: the rank's own heads on all blocks."""
+        return DecodeCase(self.groups, self.query_len, max(1, self.heads // self.world))
+
+    def index_bytes(self, spec: IndexerSpec, token_bytes: int) -> int:
+        """Index keys that the rank must read, once per request whatever Q and H. Nothing else is counted."""
+        return index_bytes(torch.tensor(self.seq_lens), spec, token_bytes, Shard(0, self.world))
+
+    def peer_us(self) -> float | None:
+        """The peer was not measured with this set of heads and ranks on this path."""
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """As of a decode step, with the ranks; a rank alone has no transport."""
+        return super().fields() | {"world": self.world, "transport": "none", "dispatch": "sharded"}
+
+
+@dataclass(frozen=True)
 class PrefillCase:
     """One layer of a chunk of `tokens` new tokens behind `prefix` cached ones, of one request."""
 
@@ -108,7 +141,7 @@ class PrefillCase:
         return {"batch": 1, "tokens": self.tokens, "prefix": self.prefix}
 
 
-Case = DecodeCase | PrefillCase
+Case = DecodeCase | RankCase | PrefillCase
 
 MSA_BATCHES = (8, 32, 64, 128)
 MSA_CONTEXTS = (1024, 4096, 5120, 10_240, 51_200, 102_400, 204_800)
@@ -136,6 +169,11 @@ def decode_set(name: str, heads: int) -> list[DecodeCase]:
     if name == "msa":
         return [DecodeCase(((batch, context),), 8, heads) for batch in MSA_BATCHES for context in MSA_CONTEXTS]
     return [DecodeCase(groups, query_len, heads) for groups, query_len in SKEWED]
+
+
+def rank_set(world: int, heads: int) -> list[RankCase]:
+    """The uniform batches that the peer was measured on."""
+    return [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in peers.DECODE]
 
 
 def prefill_set() -> list[PrefillCase]:

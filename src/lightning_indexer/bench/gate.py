@@ -41,7 +41,7 @@ def sorted_selection(scores: torch.Tensor, lengths: torch.Tensor, spec: li.Index
 
 
 def verify_call(step: Step, view: int) -> torch.Tensor:
-    """Run the operator on one layer and return its ids `[H, T, K]`, a copy.
+    """Run the operator on one layer and return a copy of what it wrote, `[H, T, K]`, once its selection is known to be right.
 
     Raises:
         WrongSelectionError: they differ from the selection, or a score is not the block's maximum; names the first row.
@@ -50,6 +50,7 @@ def verify_call(step: Step, view: int) -> torch.Tensor:
         step.plan()
     step.call(view)
     found = step.ids[view].clone()
+    selected = found if step.merged is None else step.merged(view)
     for requests in _request_chunks(step):
         rows = slice(requests.start * step.query_len, requests.stop * step.query_len)
         table, seq_lens = step.block_table[requests], step.seq_lens[requests]
@@ -58,7 +59,7 @@ def verify_call(step: Step, view: int) -> torch.Tensor:
         for row in (0, len(lengths) - 1):
             page_ids = table[row // step.query_len]
             _check_scores(step, view, rows.start + row, scores[:, row], page_ids, int(lengths[row]))
-        _compare("li.score_blocks' order", sorted_selection(scores, lengths, step.spec), found[:, rows], rows.start)
+        _compare("li.score_blocks' order", sorted_selection(scores, lengths, step.spec), selected[:, rows], rows.start)
     return found
 
 

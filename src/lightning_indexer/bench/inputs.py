@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 import lightning_indexer as li
-from lightning_indexer.bench.cases import Case, PrefillCase
+from lightning_indexer.bench.cases import Case, PrefillCase, RankCase
 from lightning_indexer.bench.timing import Rotation
+from lightning_indexer.ops import backend_of
 from lightning_indexer.rows import visible_blocks
 
 ENGINE_MAX_SEQ_LEN = 163_840  # the bound that the peer's figures were taken with; longer contexts are their own bound
@@ -35,9 +36,10 @@ class Step:
     block_table: torch.Tensor  # [R, max_blocks] int32
     seq_lens: torch.Tensor  # [R] int32
     query_len: int
-    ids: torch.Tensor  # [views, H, T, K] int32, what `call(view)` writes
+    ids: torch.Tensor  # [views, H, T, K], what `call(view)` writes: int32 ids, or int64 keys of a rank
     call: Callable[[int], None]
     plan: Callable[[], None] | None = None  # what is computed once for all layers
+    merged: Callable[[int], torch.Tensor] | None = None  # ids that what `call(view)` wrote makes with the other ranks' part
 
 
 def draw_pool(
@@ -82,11 +84,14 @@ def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torc
     seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
     rows = case.tokens if isinstance(case, PrefillCase) else len(case.seq_lens) * case.query_len
     q = torch.randn(rows, case.heads, spec.head_dim, generator=generator, device=device).to(pool.format.query_dtypes[0])
+    bound = block_table.shape[1] * spec.block_size
+    if isinstance(case, RankCase):
+        return _rank_step(case, spec, q, caches, block_table, seq_lens, bound)
     ids = torch.full((rotation.views, case.heads, rows, spec.topk), UNWRITTEN, dtype=torch.int32, device=device)
     if isinstance(case, PrefillCase):
         return _prefill_step(case, spec, q, caches, block_table, seq_lens, ids)
 
-    columns, bound = case.query_len * case.heads, block_table.shape[1] * spec.block_size
+    columns = case.query_len * case.heads
     shares = li.plan_step(seq_lens, spec=spec, max_seq_len=bound)
     gpu = device.type == "cuda"
     workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=device) if gpu else None
@@ -108,6 +113,40 @@ def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torc
         li.plan_step(seq_lens, spec=spec, max_seq_len=bound, out=shares)
 
     return Step(spec, q, caches, block_table, seq_lens, case.query_len, ids, call, plan)
+
+
+def _rank_step(
+    case: RankCase,
+    spec: li.IndexerSpec,
+    q: torch.Tensor,
+    caches: list[li.IndexCache],
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    bound: int,
+) -> Step:
+    backend, world, columns = backend_of(q.device), case.world, case.query_len * case.heads
+    shards = [li.Shard(rank, world) for rank in range(world)]
+    shares = li.plan_step(seq_lens, spec=spec, max_seq_len=bound, shard=shards[0])
+    gpu = q.device.type == "cuda"
+    workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=q.device) if gpu else None
+    keys = torch.full((len(caches), case.heads, len(q), spec.topk), UNWRITTEN, dtype=torch.int64, device=q.device)
+
+    def rank_keys(view: int, shard: li.Shard, out: torch.Tensor, plan: li.StepPlan | None) -> torch.Tensor:
+        step = (q, caches[view], block_table, seq_lens, spec, case.query_len, bound)
+        backend.decode_keys(*step, shard, "score", out, plan, workspace)
+        return out
+
+    def call(view: int) -> None:
+        rank_keys(view, shards[0], keys[view], shares)
+
+    def plan() -> None:
+        li.plan_step(seq_lens, spec=spec, max_seq_len=bound, shard=shards[0], out=shares)
+
+    def merged(view: int) -> torch.Tensor:
+        others = [rank_keys(view, shard, torch.empty_like(keys[view]), None) for shard in shards[1:]]
+        return li.merge_keys(torch.stack([keys[view], *others]), seq_lens, spec=spec, query_len=case.query_len)
+
+    return Step(spec, q, caches, block_table, seq_lens, case.query_len, keys, call, plan, merged)
 
 
 def _prefill_step(

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A benchmark's result as text."""
 
+import itertools
 import statistics
 
 from lightning_indexer.bench import peers
+from lightning_indexer.bench.cases import RankCase
+from lightning_indexer.bench.exchange import ExchangeRow
 from lightning_indexer.bench.run import Result, Row
 from lightning_indexer.text import table
 
@@ -58,6 +61,50 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
+def exchange_table(rows: list[ExchangeRow]) -> str:
+    """What the exchange adds, by rows of the step."""
+    lines = [["ranks", "rows", "local us", "+ exchange and merge us", "+ queries us", "B received"]]
+    for row in rows:
+        added = f"{row.keys_us - row.local_us:.2f}", f"{row.queries_us - row.keys_us:.2f}"
+        lines.append([str(row.world), f"{row.rows:,}", f"{row.local_us:.2f}", *added, f"{row.payload_bytes:,}"])
+    return table(lines)
+
+
+def gain_table(result: Result, exchanged: list[ExchangeRow]) -> str:
+    """One rank and exchange against the rank's own heads alone, and from which context on it pays."""
+    alone = {row.case: row.timing.us for row in result.rows if not isinstance(row.case, RankCase)}
+    lines = [["case", "rank us", "exchange us", "sharded us", "alone us", "sharded / alone"]]
+    gains: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for row in result.rows:
+        if isinstance(row.case, RankCase) and row.case.own in alone:
+            batch, context = row.case.groups[0]
+            cost = _exchange_us(exchanged, batch * row.case.query_len)
+            sharded, own = row.timing.us + cost, alone[row.case.own]
+            cells = f"{row.timing.us:.2f}", f"{cost:.2f}", f"{sharded:.2f}", f"{own:.2f}", f"{sharded / own:.2f}"
+            lines.append([row.case.name, *cells])
+            gains.setdefault((batch, row.case.query_len), []).append((context, own - sharded))
+    told = [f"batch {batch}, Q {query_len}: {_break_even(points)}" for (batch, query_len), points in gains.items()]
+    return "\n".join([table(lines), "", "Sharded is faster", *(f"  {line}" for line in told)])
+
+
+def _exchange_us(rows: list[ExchangeRow], wanted: int) -> float:
+    """What the exchange adds to a step of `wanted` rows: of the measured sizes the next larger, or the largest."""
+    fitting = [row for row in rows if row.rows >= wanted] or [max(rows, key=lambda row: row.rows)]
+    best = min(fitting, key=lambda row: row.rows)
+    return best.keys_us - best.local_us
+
+
+def _break_even(points: list[tuple[int, float]]) -> str:
+    """From which context on there is a gain, between measured contexts on a straight line."""
+    points = sorted(points)
+    if points[0][1] > 0:
+        return f"from the shortest context measured on ({points[0][0]:,} tokens)"
+    for (context, gain), (longer, more) in itertools.pairwise(points):
+        if more > 0:
+            return f"from about {round(context - gain * (longer - context) / (more - gain)):,} tokens on"
+    return f"not up to {points[-1][0]:,} tokens"
+
+
 def _compared(result: Result) -> list[tuple[float, str]]:
     return [(row.ratio, row.case.name) for row in result.rows if row.ratio is not None]
 
@@ -67,4 +114,4 @@ def _work_unit(result: Result) -> str:
 
 
 def _work(row: Row) -> str:
-    return f"{row.index_bytes / 1e6:,.1f}" if row.case.op == "decode" else f"{row.flops / 1e12:.3f}"
+    return f"{row.index_bytes / 1e6:,.1f}" if row.case.op != "prefill" else f"{row.flops / 1e12:.3f}"

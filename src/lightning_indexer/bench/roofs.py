@@ -33,7 +33,7 @@ class Roofs:
 
     def us(self, op: str, index_bytes: int, flops: int) -> float:
         """The least time: of decode by the bytes that it must read, of prefill by what it must compute."""
-        return index_bytes / self.read_tbps / 1e6 if op == "decode" else flops / self.matrix_tflops / 1e6
+        return flops / self.matrix_tflops / 1e6 if op == "prefill" else index_bytes / self.read_tbps / 1e6
 
 
 def measure_roofs(protocol: Protocol, device: torch.device) -> Roofs:

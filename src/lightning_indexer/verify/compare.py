@@ -2,18 +2,20 @@
 """Run a case on P real ranks and compare every selection with the contract, and with the model's own blocks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 import lightning_indexer as li
 from lightning_indexer import reference
+from lightning_indexer.ranks import VirtualRank, run_virtual
 from lightning_indexer.traffic import exchange_bytes, index_bytes
 from lightning_indexer.verify.case import Case
 from lightning_indexer.verify.ranks import run_ranks
 
 Progress = Callable[[str, int, int], None]
 
+CPU = torch.device("cpu")
 UNIT = 2.0**-24  # rounding unit of float32
 
 
@@ -79,20 +81,26 @@ class _Expected:
     ids_unsharded: torch.Tensor  # [H, T, K], of the unsharded operator
 
 
-def compare(cases: list[Case], worlds: list[int], progress: Progress) -> Iterator[Outcome]:
+def compare(cases: list[Case], worlds: list[int], progress: Progress, device: torch.device = CPU) -> Iterator[Outcome]:
     """Outcomes of every case on every number of ranks.
 
     Each rank gets its own heads' queries and the whole cache, as in an engine. Its ids must be, bit for bit and order
     included, those that the reference selects from the unsharded operator's scores; the unsharded operator must select the
     same. Against the model's own blocks sets are compared: `torch.topk` leaves ties open.
+
+    On the CPU ranks are processes with the collective transport; on a GPU they are threads that share it, with "peer".
     """
     expected = []
     for number, case in enumerate(cases):
         progress("unsharded selection and reference", number, len(cases))
-        expected.append(_expect(case))
+        expected.append(_expect(case, device))
     for world in worlds:
         progress(f"{len(cases)} cases on {world} ranks", 0, 1)
-        results = run_ranks(world, lambda rank: _run_cases(cases, rank))
+        if device.type == "cpu":
+            results = run_ranks(world, lambda rank: _run_cases(cases, None, device))
+        else:
+            moved = [_moved(case, device) for case in cases]
+            results = run_virtual(world, lambda ranks: _run_on_gpu(moved, ranks, device))  # noqa: B023 (called at once)
         for number, case in enumerate(cases):
             progress(f"comparing, {world} ranks", number, len(cases))
             yield _judge(case, world, expected[number], [ids[number] for ids in results])
@@ -114,10 +122,15 @@ def attention_mass(case: Case) -> Mass:
     return Mass(case.name, float(found.mean()), float(found.min()))
 
 
-def _expect(case: Case) -> _Expected:
-    spec = case.spec
-    arguments = (case.q, case.pages, case.block_table, case.seq_lens)
-    scores = li.score_blocks(*arguments, spec=spec, query_len=case.query_len)
+def _moved(case: Case, device: torch.device) -> Case:
+    names = ("q", "pages", "block_table", "seq_lens")
+    return replace(case, **{name: getattr(case, name).to(device) for name in names})
+
+
+def _expect(case: Case, device: torch.device) -> _Expected:
+    spec, moved = case.spec, _moved(case, device)
+    arguments = (moved.q, moved.pages, moved.block_table, moved.seq_lens)
+    scores = li.score_blocks(*arguments, spec=spec, query_len=case.query_len).cpu()
     ids = reference.select(
         scores,
         reference.row_lengths(case.seq_lens, case.query_len, len(case.q)),
@@ -127,24 +140,36 @@ def _expect(case: Case) -> _Expected:
         local_blocks=spec.local_blocks,
         tie_break=spec.tie_break,
     )
-    return _Expected(scores, ids, li.decode(*arguments, spec=spec, query_len=case.query_len))
+    return _Expected(scores, ids, li.decode(*arguments, spec=spec, query_len=case.query_len).cpu())
 
 
-def _run_cases(cases: list[Case], rank: int) -> list[torch.Tensor]:
-    """This rank's ids for every case, `[h, T, K]` each."""
+def _run_on_gpu(cases: list[Case], ranks: VirtualRank, device: torch.device) -> list[torch.Tensor]:
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        return _run_cases(cases, ranks, device)
+
+
+def _run_cases(cases: list[Case], ranks: VirtualRank | None, device: torch.device) -> list[torch.Tensor]:
+    """This rank's ids for every case, `[h, T, K]` each, on the CPU."""
     found = []
     indexers: dict[li.IndexerSpec, li.ContextParallelIndexer] = {}
     most_rows = max(len(case.q) for case in cases)
     longest = max(int(case.seq_lens.max()) for case in cases)
     for case in cases:
         if case.spec not in indexers:
-            indexers[case.spec] = li.ContextParallelIndexer(
-                case.spec, max_rows=most_rows, max_seq_len=max(1, longest), device="cpu", dispatch="sharded"
+            indexer = li.ContextParallelIndexer(
+                case.spec, ranks, max_rows=most_rows, max_seq_len=max(1, longest), device=device, dispatch="sharded"
             )
+            if device.type != "cpu":  # ranks share the GPU
+                formats = {li.IndexCache.wrap(other.pages, other.spec).format.name for other in cases}
+                for format in sorted(formats):
+                    indexer.warmup(format, query_lens=sorted({other.query_len for other in cases}))
+            indexers[case.spec] = indexer
         indexer = indexers[case.spec]
         heads = indexer.owned_heads
         q = case.q[:, heads.start : heads.stop]
-        found.append(indexer.decode(q, case.pages, case.block_table, case.seq_lens, query_len=case.query_len))
+        found.append(indexer.decode(q, case.pages, case.block_table, case.seq_lens, query_len=case.query_len).cpu())
+        indexer.raise_if_failed()
     return found
 
 

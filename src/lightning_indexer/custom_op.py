@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ContextParallelIndexer.decode` as one opaque operator, so that `torch.compile` neither looks into it nor breaks at it."""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_indexer.cache import IndexCache
+from lightning_indexer.table import SparseTable
+
+if TYPE_CHECKING:
+    from lightning_indexer.indexer import ContextParallelIndexer
+
+_indexers: "weakref.WeakValueDictionary[int, ContextParallelIndexer]" = weakref.WeakValueDictionary()
+
+
+def register(indexer: "ContextParallelIndexer") -> int:
+    """A number that the operator finds the indexer by."""
+    handle = len(_indexers) and max(_indexers) + 1
+    _indexers[handle] = indexer
+    return handle
+
+
+@torch.library.custom_op("lightning_indexer::decode", mutates_args=("out", "block_table_out", "context_lens_out"))
+def decode(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    attention_table: torch.Tensor | None,
+    block_table_out: torch.Tensor | None,
+    context_lens_out: torch.Tensor | None,
+    handle: int,
+    query_len: int,
+    order: str,
+    page_size: int,
+    page_stride: int,
+    micro_batch: int,
+) -> None:
+    """Ids, and the sparse table if there is one, of the indexer that `handle` stands for."""
+    indexer = _indexers[handle]
+    table = None
+    if attention_table is not None and block_table_out is not None and context_lens_out is not None:
+        table = SparseTable(attention_table, block_table_out, context_lens_out, page_size, page_stride)
+    indexer.decode(
+        q, pages, block_table, seq_lens, query_len=query_len, order=order, sparse_table=table, out=out, micro_batch=micro_batch
+    )
+
+
+@decode.register_fake
+def _(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    attention_table: torch.Tensor | None,
+    block_table_out: torch.Tensor | None,
+    context_lens_out: torch.Tensor | None,
+    handle: int,
+    query_len: int,
+    order: str,
+    page_size: int,
+    page_stride: int,
+    micro_batch: int,
+) -> None:
+    return None
+
+
+def traced_decode(
+    handle: int,
+    owned: int,
+    topk: int,
+    q: torch.Tensor,
+    cache: IndexCache | torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_len: int,
+    order: str,
+    table: SparseTable | None,
+    out: torch.Tensor | None,
+    micro_batch: int,
+) -> torch.Tensor:
+    """What a trace of `decode` records."""
+    pages = cache.data if isinstance(cache, IndexCache) else cache
+    if out is None:
+        out = torch.empty(owned, q.shape[0], topk, dtype=torch.int32, device=q.device)
+    parts = (None, None, None) if table is None else (table.block_table, table.block_table_out, table.context_lens_out)
+    size, stride = (1, 1) if table is None else (table.page_size, table.page_stride)
+    torch.ops.lightning_indexer.decode(
+        q, pages, block_table, seq_lens, out, *parts, handle, query_len, order, size, stride, micro_batch
+    )
+    return out
