@@ -15,7 +15,7 @@ test: .venv/test  ## the test suite
 	$(BIN)/python -m pytest
 
 test-oldest-triton: .venv/triton36  ## the kernel tests with the oldest Triton that is supported
-	PYTHONPATH=$(CURDIR)/.venv/triton36-packages $(BIN)/python -m pytest tests/test_kernels.py tests/test_compile.py
+	PYTHONPATH=$(CURDIR)/.venv/triton36-packages $(BIN)/python -m pytest tests/test_kernels.py tests/test_peer.py tests/test_compile.py
 
 lint: .venv/dev  ## style and types
 	$(BIN)/ruff check .

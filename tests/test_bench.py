@@ -2,6 +2,7 @@
 """Benchmarks without a GPU: cases, arithmetic, protocol, gate and report. No time is asserted."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -16,7 +17,8 @@ import lightning_indexer as li
 from lightning_indexer import cli, reference
 from lightning_indexer.bench import cases, gate, plot, report, run
 from lightning_indexer.bench import timing as protocol
-from lightning_indexer.bench.cases import DecodeCase, PrefillCase, decode_set, prefill_set
+from lightning_indexer.bench.cases import DecodeCase, PrefillCase, RankCase, decode_set, prefill_set
+from lightning_indexer.bench.exchange import ExchangeRow
 from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.bench.run import Facts, Result, Row, measure
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation
@@ -453,10 +455,59 @@ def test_commit_is_that_of_the_checkout(answer, commit, monkeypatch):
     assert run._checked_out() == commit
 
 
+# context parallelism
+
+
+def test_a_rank_reads_its_blocks_with_all_heads():
+    case = RankCase(((2, 1_000), (1, 129)), 2, 4, 4)
+    assert case.index_bytes(SPEC, 256) == (2 * (128 + 128) + 128) * 256  # blocks 0 and 4 of 8, block 0 of 2
+    assert case.flops(SPEC) == 4 * 2 * 128 * (2 * (999 + 1000) + 128 + 129)
+    assert case.own == DecodeCase(((2, 1_000), (1, 129)), 2, 1)
+    assert case.fields() | {"world": 4, "dispatch": "sharded"} == case.fields()
+    with pytest.raises(ValueError, match="world"):
+        RankCase(((1, 1_000),), 1, 4, 3)
+
+
+def test_a_rank_is_verified_with_the_others_part(monkeypatch):
+    case = RankCase(((1, 700), (2, 300)), 2, 4, 2)
+    result = measured(case)
+    assert [found.case for found in result.rows] == [case]
+    assert result.as_json()["rows"][0]["world"] == 2
+    real = run.prepare
+
+    def spoiled(*arguments):
+        step = real(*arguments)
+        merged = step.merged
+        return dataclasses.replace(step, merged=lambda view: merged(view).flip(-1))
+
+    monkeypatch.setattr(run, "prepare", spoiled)
+    result = measured(case)
+    assert result.rows == []
+    assert "expected" in result.failures[0][1]
+
+
+def test_what_the_exchange_adds_and_when_sharding_pays():
+    rows = [ExchangeRow(4, 1, 5.0, 8.0, 10.0, 384), ExchangeRow(4, 8, 6.0, 10.0, 13.0, 3_072)]
+    table = report.exchange_table(rows).splitlines()
+    assert table[2].split() == ["4", "1", "5.00", "3.00", "2.00", "384"]
+    assert rows[1].as_json() | {"us": 4.0, "us_queries": 3.0, "bytes": 3_072} == rows[1].as_json()
+    ranks = [RankCase(((1, context),), 1, 4, 4) for context in (4_096, 65_536)]
+    longer = RankCase(((8, 4_096),), 1, 4, 4)
+    timed = [row(ranks[0], 5.0), row(ranks[1], 7.0), row(longer, 6.0)]
+    timed += [row(ranks[0].own, 6.0), row(ranks[1].own, 16.0), row(longer.own, 7.0)]
+    told = report.gain_table(Result(FACTS, ROOFS, timed, [], True), rows)
+    cells = [line.rsplit(maxsplit=5)[1:] for line in told.splitlines()[2:5]]
+    assert cells[0] == ["5.00", "3.00", "8.00", "6.00", "1.33"]
+    assert cells[1] == ["7.00", "3.00", "10.00", "16.00", "0.62"]
+    assert cells[2] == ["6.00", "4.00", "10.00", "7.00", "1.43"]
+    assert "batch 1, Q 1: from about 19,456 tokens on" in told  # -2 us at 4,096, 6 at 65,536
+    assert "batch 8, Q 1: not up to 4,096 tokens" in told
+
+
 # command line
 
 
-@pytest.mark.parametrize("command", ["decode", "prefill"])
+@pytest.mark.parametrize("command", ["decode", "prefill", "cp"])
 def test_without_a_device(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ([], ["--device", "cpu"], ["--device", "cuda:1"]):
