@@ -54,7 +54,7 @@ def take_words(place, mask, source, failed_ptr, report_ptr, polls):
         absent = tl.min(tl.where(words == EMPTY, source, 0x7FFFFFFF)) + 1
         tl.store(failed_ptr, absent)
         tl.store(report_ptr, absent, cache_modifier=".wt")
-    tl.store(place, tl.full(words.shape, EMPTY, tl.int64), mask=mask)
+    tl.store(place, tl.full(words.shape, EMPTY, tl.int64), mask=mask, cache_modifier=".wt")
     return words
 
 
