@@ -37,7 +37,7 @@ from lightning_indexer.spec import IndexerSpec, Shard
 # Bytes of stack on sm_90. The prefill kernel is held to 128 registers so that two programs fit a multiprocessor, and
 # spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md). The others put a few
 # addresses on the stack, outside their loops.
-STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 16}
+STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24}
 
 KIB = 1024
 
@@ -120,7 +120,7 @@ class Call:
     def exchange(self, q: torch.Tensor, cache: li.IndexCache, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """One rank of four, which shares a step if it is long."""
         spec, ranks = self.spec, Alone()
-        transport = peer.PeerTransport(spec, ranks, len(q), q.device, timedelta(seconds=1))
+        transport = peer.PeerTransport(spec, ranks, len(q), q.device, timedelta(seconds=1), None)
         shard, threshold = Shard(ranks.rank, ranks.world), 7 if self.planned else None
         plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, None)
         scratch = workspace.Workspace(spec, max_requests=2, max_columns=self.query_len * self.heads, device=q.device)

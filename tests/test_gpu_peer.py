@@ -58,7 +58,8 @@ class Virtual:
         self.spec, self.world = spec, world
         self.streams = [torch.cuda.Stream() for _ in range(world)]
         self.indexers: list[Any] = [None] * world
-        arguments = {"max_rows": ROWS, "max_seq_len": LONGEST, "device": DEVICE, "transport": "peer", "timeout": 20.0}
+        arguments = {"max_rows": ROWS, "max_seq_len": LONGEST, "device": DEVICE, "transport": "peer", "timeout": 10.0}
+        arguments |= {"dispatch": "sharded"}
 
         def make(ranks: Any) -> None:
             torch.cuda.set_device(0)
@@ -119,6 +120,17 @@ def test_virtual_ranks(pool, world, dispatch):
     shared = 6 if dispatch == "auto" else 15
     assert counted[0]["sharded"] - before["sharded"] == shared
     assert counted[0]["replicated"] - before["replicated"] == 15 - shared
+
+
+def test_calibrated(pool):
+    """Thresholds that the ranks agree on; steps on both sides of them."""
+    ranks = Virtual(4, dispatch="auto")
+    first = ranks.indexers[0].thresholds
+    assert [rows for rows, _ in first] == [1, 4, 16, 64]
+    assert all(indexer.thresholds == first for indexer in ranks.indexers)
+    print("thresholds", first)
+    for tokens in (SKEWED, SHORT, [131_072] * 8):
+        ranks.check(inputs_of(pool, tokens))
 
 
 def test_by_block_with_a_table(pool):
@@ -251,12 +263,13 @@ def test_differing_configurations():
 
 
 def process(rank: int, world: int, folder: str, what: str) -> None:
-    """One of several processes on this GPU."""
+    """One of several processes, each on a GPU of its own as far as there are some."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     method = f"file://{folder}/group"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     pages = torch.randn(POOL, BLOCK, DIM, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     own = owned_heads(rank, world, SPEC.num_heads)
-    arguments = {"max_rows": ROWS, "max_seq_len": LONGEST, "device": DEVICE}
+    arguments = {"max_rows": ROWS, "max_seq_len": LONGEST, "device": DEVICE, "dispatch": "sharded"}
     told = "right"
     if what == "missing":
         indexer = li.ContextParallelIndexer(SPEC, transport="peer", timeout=3.0, **arguments)
@@ -300,7 +313,7 @@ def processes(world: int, what: str) -> list[str]:
 
 @pytest.mark.parametrize(("world", "transport"), [(2, "peer"), (4, "auto"), (2, "collective")])
 def test_processes(world, transport):
-    """Processes that share the GPU: CUDA IPC handles over gloo; and gloo alone."""
+    """CUDA IPC handles over gloo; and gloo alone."""
     name = "collective" if transport == "collective" else "peer"
     assert processes(world, transport) == [f"{name}, " + "right " * 16] * world
 

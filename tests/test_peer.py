@@ -200,6 +200,24 @@ def test_a27_micro_batches():
             assert torch.equal(got, ids[owned_heads(rank, 2, 4)])
 
 
+def test_the_count_of_steps_may_wrap():
+    spec = spec_of(4)
+    inputs = random_inputs(spec, [64 * 5, 40], heads=4)
+
+    def work(ranks: SharedRanks) -> tuple[list[torch.Tensor], int]:
+        indexer = indexer_of(spec, ranks)
+        indexer._batches[0].peer.steps.fill_(2**31 - 3)
+        ids = [answer(indexer, inputs, owned_heads(ranks.rank, 2, 4)) for _ in range(5)]
+        return ids, indexer.steps()["sharded"]
+
+    results = on_ranks(2, work)
+    with interpreter.fake_device(PROGRAMS):
+        want = dense(inputs)
+    for rank, (ids, count) in enumerate(results):
+        assert count == -(2**31) + 2
+        assert all(torch.equal(found, want[owned_heads(rank, 2, 4)]) for found in ids)
+
+
 @pytest.mark.parametrize("every_head", [False, True])
 def test_a_missing_rank_is_named(every_head):
     """In the queries or in the keys: the waits end, later ones do not begin, and the next call says who was missing."""
@@ -217,9 +235,7 @@ def test_a_missing_rank_is_named(every_head):
             told = str(caught.value)
         return told
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedRanks, "gather", lambda self, message, timeout: ProcessRanks.gather(self, message, None))
-        results = on_ranks(4, work)
+    results = on_ranks(4, work)
     assert results[1] == "nothing"
     for rank in (0, 2, 3):
         assert f"rank {rank} of 4 waited in vain for rank 1 inside a decode step" in results[rank]

@@ -8,7 +8,6 @@ thresholds the largest counts, so that all choose alike.
 
 import statistics
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ import torch
 
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.ops import make_plan
+from lightning_indexer.workspace import StepPlan
 
 if TYPE_CHECKING:
     from lightning_indexer.indexer import ContextParallelIndexer
@@ -49,43 +49,66 @@ def crossing(shared: Line, alone: Line, few: int, many: int) -> int:
     return min(NEVER, few + int((shared.few - alone.few) / gain))
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Layers of one step, each on other pages, and the plan that shares them or not."""
+
+    q: torch.Tensor
+    cache: IndexCache
+    tables: torch.Tensor  # [layers, R, blocks]
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    plan: StepPlan
+
+
 def calibrate(indexer: "ContextParallelIndexer", cache_format: str) -> list[tuple[int, int]]:
     """Thresholds in pages by rows of the step, the same on every rank. A collective; the kernels must have been loaded."""
-    assert indexer.ranks is not None
-    spec, device = indexer.spec, indexer.device
-    free, _ = torch.cuda.mem_get_info(device)
-    cache = IndexCache.empty(1, spec, cache_format, device)
-    pages = max(2, min(POOL_PAGES, free // 4 // cache.page_bytes))
-    pages = min(message["pages"] for message in indexer.ranks.gather({"pages": pages}, indexer.timeout))
-    cache = IndexCache.empty(pages, spec, cache_format, device)
+    with torch.cuda.device(indexer.device):
+        before = torch.cuda.current_stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            found = _calibrate(indexer, cache_format)
+        before.wait_stream(stream)
+    return found
+
+
+def _calibrate(indexer: "ContextParallelIndexer", cache_format: str) -> list[tuple[int, int]]:
+    ranks, spec, device, timeout = indexer.ranks, indexer.spec, indexer.device, indexer.setup_timeout
+    assert ranks is not None
+    page_bytes = IndexCache.empty(1, spec, cache_format, device).page_bytes
+    free, _ = torch.cuda.mem_get_info()
+    told = ranks.gather({"pages": max(2, min(POOL_PAGES, free // 4 // page_bytes))}, timeout)
+    cache = IndexCache.empty(min(message["pages"] for message in told), spec, cache_format, device)
     cache.data.normal_()
     most = indexer.max_seq_len // spec.block_size
-    jobs: list[Callable[[], None]] = []
-    sizes = [rows for rows in ROWS if rows <= indexer.max_rows]
-    bounds = []
-    for rows in sizes:
-        longer = max(2, min(most, MANY_PAGES // rows))
-        bounds.append((rows, longer * rows))
-        for blocks in (1, longer):
-            for threshold in (ALWAYS, NEVER):
-                jobs.append(_capture(indexer, cache, rows, blocks, threshold))
+    sizes = [(rows, max(2, min(most, MANY_PAGES // rows))) for rows in ROWS if rows <= indexer.max_rows]
+    steps = [
+        _layers(indexer, cache, rows, blocks, threshold)
+        for rows, many in sizes
+        for blocks in (1, many)
+        for threshold in (ALWAYS, NEVER)
+    ]
+    # Virtual ranks are threads of this process: nobody may wait for the GPU, or give it work, while another one captures.
+    torch.cuda.synchronize()
+    ranks.gather({"made": len(steps)}, timeout)
+    with _CAPTURING:
+        graphs = [_capture(indexer, step) for step in steps]
+    ranks.gather({"captured": len(graphs)}, timeout)
     times: list[float] = []
-    for replay in jobs:
-        torch.cuda.synchronize(device)
-        indexer.ranks.gather({"ready": len(times)}, indexer.timeout)
-        times.append(_time(replay))
+    for graph in graphs:
+        times.append(_time(graph))
+        ranks.gather({"timed": len(times)}, timeout)
     found = []
-    for number, (few, many) in enumerate(bounds):
+    for number, (rows, many) in enumerate(sizes):
         shared_few, alone_few, shared_many, alone_many = times[4 * number : 4 * number + 4]
-        found.append(crossing(Line(shared_few, shared_many), Line(alone_few, alone_many), few, many))
-    told = indexer.ranks.gather({"thresholds": found}, indexer.timeout)
-    return [(rows, max(message["thresholds"][number] for message in told)) for number, rows in enumerate(sizes)]
+        found.append(crossing(Line(shared_few, shared_many), Line(alone_few, alone_many), rows, rows * many))
+    told = ranks.gather({"thresholds": found}, timeout)
+    return [(rows, max(message["thresholds"][number] for message in told)) for number, (rows, _) in enumerate(sizes)]
 
 
-def _capture(
-    indexer: "ContextParallelIndexer", cache: IndexCache, rows: int, blocks: int, threshold: int
-) -> Callable[[], None]:
-    """A graph of layers of one step, each on other pages."""
+def _layers(indexer: "ContextParallelIndexer", cache: IndexCache, rows: int, blocks: int, threshold: int) -> Layers:
+    """Layers of a step of `rows` requests of `blocks` blocks."""
     spec, device = indexer.spec, indexer.device
     q = torch.randn(rows, len(indexer.owned_heads), spec.head_dim, device=device).to(cache.format.query_dtypes[0])
     seq_lens = torch.full((rows,), blocks * spec.block_size, dtype=torch.int32, device=device)
@@ -93,25 +116,26 @@ def _capture(
     out = torch.empty(len(indexer.owned_heads), rows, spec.topk, dtype=torch.int32, device=device)
     bound = min(indexer.max_seq_len, blocks * spec.block_size)
     plan = make_plan(seq_lens, spec, bound, "score", indexer.shard, threshold, None)
+    return Layers(q, cache, tables, seq_lens, out, plan)
+
+
+def _capture(indexer: "ContextParallelIndexer", step: Layers) -> torch.cuda.CUDAGraph:
+    """A graph of the layers, which must outlive it."""
     graph = torch.cuda.CUDAGraph()
-    with _CAPTURING:  # virtual ranks are threads of this process
-        torch.cuda.synchronize(device)
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"):
-            for table in tables:
-                indexer.run_plan(q, cache, table, seq_lens, out, plan)
-    held = (graph, q, seq_lens, tables, out, plan)  # a graph does not keep what it reads
-    return lambda: held[0].replay()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        for table in step.tables:
+            indexer.run_plan(step.q, step.cache, table, step.seq_lens, step.out, step.plan)
+    return graph
 
 
-def _time(replay: Callable[[], None]) -> float:
+def _time(graph: torch.cuda.CUDAGraph) -> float:
     """Microseconds of a layer, the median of a few replays. Waits for this rank's stream only."""
-    stream = torch.cuda.current_stream()
     times: list[float] = []
     for _ in range(WARMUP + REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record(stream)
-        replay()
-        end.record(stream)
+        begin.record()
+        graph.replay()
+        end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return 1000 / LAYERS * statistics.median(times[WARMUP:])

@@ -2,6 +2,7 @@
 """The command line: reads options, calls the work, prints."""
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ def _worlds(context: click.Context, parameter: click.Parameter, value: str) -> l
 @click.version_option(lightning_indexer.__version__, package_name="lightning-indexer")
 def main() -> None:
     """Exact, context-parallel block selection for MiniMax-M3 and its kin."""
+    # Before CUDA starts: ranks that share a GPU wait for each other, so no two of their streams may share a hardware queue.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @main.command()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ContextParallelIndexer.decode` as one opaque operator, so that `torch.compile` neither looks into it nor breaks at it."""
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,13 @@ from lightning_indexer.table import SparseTable
 if TYPE_CHECKING:
     from lightning_indexer.indexer import ContextParallelIndexer
 
+_handles = itertools.count()
 _indexers: "weakref.WeakValueDictionary[int, ContextParallelIndexer]" = weakref.WeakValueDictionary()
 
 
 def register(indexer: "ContextParallelIndexer") -> int:
     """A number that the operator finds the indexer by."""
-    handle = len(_indexers) and max(_indexers) + 1
+    handle = next(_handles)
     _indexers[handle] = indexer
     return handle
 

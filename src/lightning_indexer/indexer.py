@@ -35,7 +35,7 @@ from lightning_indexer.checks import check_choice, check_int, check_tensor, requ
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
 from lightning_indexer.ops import backend_of, check_device, make_plan
-from lightning_indexer.ranks import ProcessRanks, Ranks, ranks_of
+from lightning_indexer.ranks import ProcessRanks, Ranks, UnmappedError, gpu_name, ranks_of
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import SHARE_FIELDS, StepPlan, Workspace, unscored_blocks
@@ -44,6 +44,7 @@ Checked = TypeVar("Checked")
 
 MAX_QUERY_LEN = 16  # query rows per request that the scratch of a GPU is made for
 PEER_TIMEOUT = timedelta(seconds=60)
+SETUP_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +64,13 @@ class _MicroBatch:
         self.collective: CollectiveTransport | None = None
         self.peer: Any = None  # PeerTransport; its module needs Triton
         self.workspace: Workspace | None = None
+        self.lengths: torch.Tensor | None = None
         if backend_of(device).on_gpu:
             columns = MAX_QUERY_LEN * spec.num_heads
             self.workspace = Workspace(spec, max_requests=max_rows, max_columns=columns, device=device)
             self.shares = torch.empty(self.workspace.programs, SHARE_FIELDS, dtype=torch.int32, device=device)
             self.before = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
+            self.lengths = torch.empty(max_rows, dtype=torch.int32, device=device)
 
 
 class ContextParallelIndexer:
@@ -134,6 +137,7 @@ class ContextParallelIndexer:
             process = self.ranks is None or isinstance(self.ranks, ProcessRanks)
             require(transport != "collective" or process, "transport", '"peer" for virtual ranks', repr(transport))
             gpu = backend_of(self.device).on_gpu
+            require(process or gpu, "group", "processes, on the CPU", "virtual ranks")
             require(transport != "peer" or gpu, "transport", '"collective" or "auto" on the CPU', repr(transport))
             return {
                 **dataclasses.asdict(spec),
@@ -167,29 +171,43 @@ class ContextParallelIndexer:
         """Make the transport of every micro-batch; what it is called, None for a rank alone."""
         if self.ranks is None:
             return None
-        if transport == "auto":
-            transport = "peer" if self._one_host() else "collective"
+        if transport == "peer" or (transport == "auto" and self._one_host()):
+            try:
+                self._connect_peers(self.ranks)
+                return "peer"
+            except UnmappedError:  # on every rank
+                if transport == "peer":
+                    raise
+        require(isinstance(self.ranks, ProcessRanks), "transport", '"peer" for virtual ranks', "collective")
         for batch in self._batches:
-            if transport == "peer":
-                from lightning_indexer.peer import PeerTransport
+            batch.collective = CollectiveTransport(self.spec, self.ranks.group, self.max_rows, self.device)  # type: ignore[attr-defined]
+        return "collective"
 
-                batch.peer = PeerTransport(self.spec, self.ranks, self.max_rows, self.device, self.timeout or PEER_TIMEOUT)
-            elif isinstance(self.ranks, ProcessRanks):
-                batch.collective = CollectiveTransport(self.spec, self.ranks.group, self.max_rows, self.device)
-        return transport
+    def _connect_peers(self, ranks: Ranks) -> None:
+        from lightning_indexer.peer import PeerTransport
+
+        waits = self.timeout or PEER_TIMEOUT, self.setup_timeout
+        for batch in self._batches:
+            batch.peer = PeerTransport(self.spec, ranks, self.max_rows, self.device, *waits, len(self._batches))
 
     def _one_host(self) -> bool:
-        """Whether every rank has a GPU of this host that reaches those of the others."""
+        """Whether every rank has a GPU of this host that this process sees and that this rank's GPU reaches."""
         assert self.ranks is not None
         if not backend_of(self.device).on_gpu:
             return False
-        mine = {"host": platform.node(), "index": self.device.index}
-        found = self.ranks.gather(mine, self.timeout)
-        others = [message["index"] for message in found if message["index"] != self.device.index]
-        reached = all(message["host"] == mine["host"] for message in found) and all(
-            other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(self.device, other) for other in others
-        )
-        return all(message["reached"] for message in self.ranks.gather({"reached": reached}, self.timeout))
+        mine = {"host": platform.node(), "gpu": gpu_name(self.device)}
+        reached = {gpu_name(self.device)}
+        for index in range(torch.cuda.device_count()):
+            if index != self.device.index and torch.cuda.can_device_access_peer(self.device, index):
+                reached.add(gpu_name(torch.device("cuda", index)))
+        found = self.ranks.gather(mine, self.setup_timeout)
+        all_reached = all(message["host"] == mine["host"] and message["gpu"] in reached for message in found)
+        return all(message["reached"] for message in self.ranks.gather({"reached": all_reached}, self.setup_timeout))
+
+    @property
+    def setup_timeout(self) -> timedelta | None:
+        """How long ranks wait for each other outside of steps: one may have kernels to compile."""
+        return None if self.timeout is None else max(self.timeout, SETUP_TIMEOUT)
 
     def warmup(
         self,
@@ -224,22 +242,28 @@ class ContextParallelIndexer:
         cache.data.zero_()
         one = torch.ones(1, dtype=torch.int32, device=device)
         pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
+
+        def run(query_len: int, order: str, table: SparseTable | None, heads: int, requests: int, dry: bool) -> None:
+            q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
+            self._decode(q, cache, pages[:requests], one[:requests], query_len, order, table, None, None, 0, dry)
+
+        measures = self._calibrates and device.type == "cuda"
         for dry in (True, False) if self.transport == "peer" else (False,):
             for query_len in query_lens:
                 check_int("query_len", query_len, 1)
-                for heads in sorted({owned, spec.num_heads}):
-                    q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
-                    tables = (
-                        [None] if page_size is None else [None, SparseTable.empty(spec, owned, query_len, page_size, pages)]
-                    )
-                    for table in tables:
-                        self._decode(q, cache, pages, one, query_len, order, table, None, None, 0, dry)
+                tables = [None] if page_size is None else [None, SparseTable.empty(spec, owned, query_len, page_size, pages)]
+                for table in tables:
+                    for heads in sorted({owned, spec.num_heads}):
+                        run(query_len, order, table, heads, 1, dry)
+                run(query_len, order, None, owned, 0, dry)
+            if measures:
+                run(1, "score", None, owned, 1, dry)
             if self.transport == "peer":
                 assert self.ranks is not None
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                self.ranks.gather({"warm": cache_format}, self.timeout)
-        if self._calibrates and device.type == "cuda":
+                self.ranks.gather({"warm": cache_format}, self.setup_timeout)
+        if measures:
             self.thresholds = calibration.calibrate(self, cache_format)
         self.raise_if_failed()
 
@@ -400,8 +424,9 @@ class ContextParallelIndexer:
             keys = batch.collective.candidates(q.shape[0])
             backend.decode_keys(heads, *rest, self.shard, order, keys, plan, batch.workspace)
             keys = batch.collective.exchange_keys(keys)
-            if self.device.type != "cpu":
-                seq_lens = seq_lens.clamp(max=step.longest)  # as the scorer took them
+            if batch.lengths is not None:
+                # As the scorer took them, in memory that a graph finds again.
+                seq_lens = torch.clamp(seq_lens, max=step.longest, out=batch.lengths[: len(seq_lens)])
             backend.merge_keys(keys, seq_lens, spec, query_len, order, sparse_table, step.out)
         elif q.shape[0]:
             batch.peer.decode(q, *rest, order, sparse_table, step.out, plan, batch.workspace, dry)

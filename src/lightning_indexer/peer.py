@@ -10,7 +10,7 @@ from lightning_indexer import triton_backend
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.kernels import exchange as kernels
 from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters
-from lightning_indexer.ranks import Ranks
+from lightning_indexer.ranks import Ranks, gpu_name
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.triton_backend import Decode, Owner, on_its_device
@@ -31,15 +31,26 @@ class PeerTransport:
         max_rows: most rows of a step.
         device: this rank's GPU.
         timeout: how long a program waits for another rank.
+        setup_timeout: how long to wait for the others here; None takes the group's own.
+        micro_batches: how many transports there are for the same ranks.
 
     Raises:
-        RuntimeError: a rank did not come in time, or its memory cannot be mapped (not on this host, or no access between the
-            two GPUs).
+        UnmappedError: on every rank: memory of one cannot be mapped by another.
+        RuntimeError: a rank did not come in time.
     """
 
     name = "peer"
 
-    def __init__(self, spec: IndexerSpec, ranks: Ranks, max_rows: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        spec: IndexerSpec,
+        ranks: Ranks,
+        max_rows: int,
+        device: torch.device,
+        timeout: timedelta,
+        setup_timeout: timedelta | None,
+        micro_batches: int = 1,
+    ) -> None:
         self.spec, self.ranks, self.max_rows, self.device = spec, ranks, max_rows, device
         self.owned = spec.owned_heads(ranks.rank, ranks.world)
         self.polls = min(int(timeout.total_seconds() * POLLS_PER_SECOND), 2**31 - 1)
@@ -48,14 +59,15 @@ class PeerTransport:
         words = self.query_words + 2 * ranks.world * heads * max_rows * spec.head_dim // kernels.WORD.value
         self.box = torch.full((words,), kernels.EMPTY.value, dtype=torch.int64, device=device)
         _finish(device)  # nobody may write before it is empty
-        self.boxes = ranks.share(self.box, timeout)
+        self.boxes = ranks.share(self.box, setup_timeout)
         self.addresses = torch.tensor([box.data_ptr() for box in self.boxes], dtype=torch.int64, device=device)
         self.queries = torch.zeros(max_rows * spec.num_heads * spec.head_dim, dtype=torch.int16, device=device)
         self.steps = torch.zeros(2, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        neighbours = [message["device"] for message in ranks.gather({"device": _identity(device)}, timeout)]
-        self.waiters = exchange_waiters(device_facts(device), neighbours.count(_identity(device)))
+        mine = gpu_name(device)
+        neighbours = [message["device"] for message in ranks.gather({"device": mine}, setup_timeout)].count(mine)
+        self.waiters = exchange_waiters(device_facts(device), neighbours * micro_batches)
 
     def raise_if_failed(self) -> None:
         """Raise RuntimeError if a program of an earlier step has waited in vain, as far as it is known without waiting."""
@@ -191,7 +203,7 @@ def _exchange(
         FEW=triton_backend.CANDIDATES[0],
         MANY=triton_backend.CANDIDATES[1],
         MOST=triton_backend.CANDIDATES[2],
-        LANES=max(tiling.keep, min(MOST_LANES, power_of_two(world * spec.topk))),
+        LANES=max(tiling.keep, step.policy.select_threads, min(MOST_LANES, power_of_two(world * spec.topk))),
         HIGHER=spec.tie_break == "higher",
         BY_BLOCK=order == "block",
         PARTS=triton_backend.table_parts(sparse_table, spec),
@@ -204,8 +216,3 @@ def _exchange(
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _identity(device: torch.device) -> str:
-    """A name of the GPU that is the same in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)

@@ -9,6 +9,8 @@ import torch
 
 from lightning_indexer.checks import require
 
+SELECT_WARPS = 4
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -28,6 +30,7 @@ class DecodePolicy:
     ahead: int  # pages that a planned program asks for before the kernel before has ended
     pdl: bool  # programmatic dependent launch: the launch overlaps the tail of the kernel before
     instruction: dict[str, int]  # options that fix the matrix instruction
+    warp_threads: int
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the launch."""
@@ -35,7 +38,12 @@ class DecodePolicy:
 
     def select_options(self) -> dict[str, Any]:
         """Keyword arguments of the launch that selects."""
-        return {"num_warps": 4} | _pdl_option(self.pdl)
+        return {"num_warps": SELECT_WARPS} | _pdl_option(self.pdl)
+
+    @property
+    def select_threads(self) -> int:
+        """Threads of a program that selects."""
+        return SELECT_WARPS * self.warp_threads
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def decode_programs(facts: DeviceFacts) -> int:
 
 
 def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
-    """Programs of one rank that may wait for other ranks at once, where `neighbours` ranks share its GPU.
+    """Programs of a step that may wait for other ranks at once, where `neighbours` steps may be on its GPU at the same time.
 
     Four per multiprocessor and GPU, of 4 warps and 72 registers a thread on Hopper. The scorer of a rank that is late (two
     programs of up to 100 registers) and its selector still find room beside all that wait: 4 * 9 + 2 * 13 K of 64 K registers.
@@ -113,6 +121,7 @@ def decode_policy(facts: DeviceFacts, page_bytes: int) -> DecodePolicy:
         ahead=2 if hopper else 0,
         pdl=hopper,
         instruction=_instruction(facts),
+        warp_threads=64 if facts.vendor == "amd" else 32,
     )
 
 

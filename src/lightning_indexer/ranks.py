@@ -14,14 +14,21 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from lightning_indexer.agreement import Message, gather_messages
+from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, Message, gather_messages
 from lightning_indexer.checks import check_int, require
 
 Result = TypeVar("Result")
 
 VIRTUAL_TIMEOUT = timedelta(seconds=60)
+
+
+REBUILD_DEVICE = 6  # place of the device among the arguments of `rebuild_cuda_tensor`
+
+
+class UnmappedError(RuntimeError):
+    """Memory of one rank cannot be mapped by another."""
 
 
 class Ranks(Protocol):
@@ -34,7 +41,11 @@ class Ranks(Protocol):
         """Every rank's message, by rank; RuntimeError names the ranks that did not come in time."""
 
     def share(self, tensor: torch.Tensor, timeout: timedelta | None) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank, as memory that this process can read and write on its device."""
+        """Every rank's tensor, by rank, as memory that this process can read and write on its device.
+
+        Raises:
+            UnmappedError: on every rank, if one cannot map another's.
+        """
 
 
 class ProcessRanks:
@@ -51,15 +62,26 @@ class ProcessRanks:
 
     def share(self, tensor: torch.Tensor, timeout: timedelta | None) -> list[torch.Tensor]:
         """As `Ranks.share`: CUDA or HIP IPC handles, over the group's CPU side. All processes run on one host."""
-        reduced = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-        handle = base64.b64encode(pickle.dumps(reduced)).decode()
-        shared = []
+        shared, failure = [], None
+        try:
+            handle = base64.b64encode(pickle.dumps(reduce_tensor(tensor)[1])).decode()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            handle, failure = "", str(error)
         for rank, message in enumerate(self.gather({"handle": handle}, timeout)):
             if rank == self.rank:  # a process must not open its own handle
                 shared.append(tensor)
-            else:
-                rebuild, arguments = pickle.loads(base64.b64decode(message["handle"]))
-                shared.append(rebuild(*arguments))
+            elif message["handle"]:
+                arguments = list(pickle.loads(base64.b64decode(message["handle"])))
+                # Opened as memory of this rank's GPU, which then may reach it wherever it lies.
+                arguments[REBUILD_DEVICE] = tensor.device.index
+                try:
+                    shared.append(rebuild_cuda_tensor(*arguments))  # type: ignore[no-untyped-call]
+                except RuntimeError as error:
+                    failure = str(error)
+        told = self.gather({"failure": failure and failure.splitlines()[0][:MAX_ERROR_CHARACTERS]}, timeout)
+        failures = [f"rank {rank}: {message['failure']}" for rank, message in enumerate(told) if message["failure"]]
+        if failures:
+            raise UnmappedError(f"memory of another rank could not be mapped ({'; '.join(failures)})")
         return shared
 
 
@@ -159,7 +181,13 @@ def ranks_of(group: "dist.ProcessGroup | Ranks | None") -> Ranks | None:
     if isinstance(group, dist.ProcessGroup):
         require(dist.get_rank(group) >= 0, "group", *member)
         return ProcessRanks(group)
-    require(group is not dist.GroupMember.NON_GROUP_MEMBER, "group", *member)  # what `new_group` gives the others
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` gives the others
+    require(group is not outside, "group", *member)
     known = all(hasattr(group, name) for name in ("rank", "world", "gather", "share"))
     require(known, "group", "a process group, a virtual rank or None", type(group).__name__)
     return group
+
+
+def gpu_name(device: torch.device) -> str:
+    """A name of a GPU that is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)

@@ -106,7 +106,7 @@ class StepPlan:
         free: blocks up to which a request is selected without scores.
         longest: the bound for the lengths, in tokens.
         threshold: pages of all requests up to which the step is not shared among the ranks of the shard: each scores its own
-            heads on the whole context. None shares it whatever the lengths.
+            heads on the whole context. A request without scores counts as one. None shares it whatever the lengths.
     """
 
     shares: torch.Tensor | None

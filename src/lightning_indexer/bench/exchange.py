@@ -14,6 +14,7 @@ import torch
 
 import lightning_indexer as li
 from lightning_indexer.bench.gate import WrongSelectionError
+from lightning_indexer.bench.inputs import UNWRITTEN
 from lightning_indexer.bench.timing import Protocol
 from lightning_indexer.ops import backend_of
 from lightning_indexer.ranks import VirtualRank, run_virtual
@@ -52,7 +53,7 @@ class ExchangeRow:
 def measure_exchange(
     world: int, batches: Sequence[int], device: torch.device, protocol: Protocol, progress: Callable[[str, int, int], None]
 ) -> list[ExchangeRow]:
-    """Rows of a table, one per batch, each verified against the unsharded selection before and after it is timed."""
+    """Rows of a table, one per batch, each verified against the unsharded selection once it was timed."""
     spec = li.IndexerSpec()
     blocks = CONTEXT // spec.block_size
     generator = torch.Generator(device).manual_seed(0)
@@ -111,6 +112,8 @@ def _measure(
     local(0)  # its kernels are loaded before anybody waits
     times = []
     for call in (local, exchanged, gathered):
+        for out in outs:
+            out.fill_(UNWRITTEN)
         times.append(_time_ranks(call, streams, protocol))
         for indexer, out in zip(indexers, outs, strict=True):
             indexer.raise_if_failed()

@@ -93,11 +93,11 @@ def pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, worl
 
 @triton.jit
 def ranks_at_work(
-    seq_lens_ptr, length_stride, requests, longest, threshold, rank, world, BLOCK: tl.constexpr, AUTO: tl.constexpr
+    seq_lens_ptr, length_stride, requests, longest, free, threshold, rank, world, BLOCK: tl.constexpr, AUTO: tl.constexpr
 ):
-    """Rank and world of the step: with AUTO one rank alone, for its own heads, up to `threshold` visible pages in all."""
+    """Rank and world of the step: with AUTO one rank alone, for its own heads, up to `threshold` pages of work in all."""
     if AUTO:
-        short = pages_before(requests, seq_lens_ptr, length_stride, longest, 0, 0, 1, BLOCK) <= threshold
+        short = pages_before(requests, seq_lens_ptr, length_stride, longest, free, 0, 1, BLOCK) <= threshold
         rank = tl.where(short, 0, rank)
         world = tl.where(short, 1, world)
     return rank, world
@@ -157,7 +157,7 @@ def plan_kernel(
 ):
     """What depends on lengths only. Grid `(programs + R + 1,)`."""
     program = tl.program_id(0)
-    rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, threshold, rank, world, BLOCK, AUTO)
+    rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, free, threshold, rank, world, BLOCK, AUTO)
     if program >= programs:
         request = program - programs
         tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK))

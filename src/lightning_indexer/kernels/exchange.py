@@ -37,7 +37,9 @@ CHUNK = tl.constexpr(512)  # words of queries that are moved at once
 def take_words(place, mask, source, failed_ptr, report_ptr, polls):
     """Words of a box once all of them are there, leaving EMPTY in their places; EMPTY for what did not come in `polls` looks.
 
-    source: the rank that each is from. failed_ptr: 1 + a rank that was missed, on the device; report_ptr: for the host.
+    There must be at least as many words as threads: a word that two warps look at, each for itself, may be there for one and
+    not for the other. source: the rank that each is from. failed_ptr: 1 + a rank that was missed, on the device; report_ptr:
+    for the host.
     """
     words = tl.load(place, mask=mask, other=0, volatile=True)
     missing = tl.sum((words == EMPTY).to(tl.int32))
@@ -54,6 +56,7 @@ def take_words(place, mask, source, failed_ptr, report_ptr, polls):
         absent = tl.min(tl.where(words == EMPTY, source, 0x7FFFFFFF)) + 1
         tl.store(failed_ptr, absent)
         tl.store(report_ptr, absent, cache_modifier=".wt")
+    tl.debug_barrier()  # nobody is still looking
     tl.store(place, tl.full(words.shape, EMPTY, tl.int64), mask=mask, cache_modifier=".wt")
     return words
 
@@ -153,7 +156,7 @@ def gather_kernel(
     shared = polls >= 0
     if AUTO:
         shared = shared & (tl.load(world_ptr) > 1)
-    parity = (tl.load(steps_ptr) + 1) % 2
+    parity = (tl.load(steps_ptr) + 1) & 1
     total = rows * owned * words
     half = max_rows * owned * words  # words of a rank in a half
     first = rank % replicas == 0
@@ -321,7 +324,7 @@ def exchange_kernel(
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parity = tl.load(steps_ptr) % 2
+    parity = tl.load(steps_ptr) & 1  # the count may wrap
     one = tl.zeros((1,), tl.int32)
 
     while item < stop:
