@@ -70,20 +70,28 @@ class Virtual:
 
         run_virtual(world, make)
 
-    def own(self, rank: int) -> list[int]:
-        return owned_heads(rank, self.world, self.spec.num_heads)
+    def own(self, rank: int) -> slice:
+        """The heads of a rank; a slice, for a list of them is copied to the GPU, which no graph captures."""
+        heads = owned_heads(rank, self.world, self.spec.num_heads)
+        return slice(heads[0], heads[-1] + 1)
 
     def decode(
-        self, inputs: Inputs, *, every_head: bool = False, order: list[int] | None = None, **more: Any
+        self, inputs: Inputs, *, every_head: bool = False, queued: list[int] | None = None, **more: Any
     ) -> list[torch.Tensor]:
-        """Queue a step on every rank; ids by rank. `order`: in which order the ranks are queued."""
-        ids: list[Any] = [None] * self.world
+        """Queue a step on every rank; ids by rank. `queued`: in which order."""
+        rows, topk = inputs.q.shape[0], self.spec.topk
+        # Before the first rank begins: memory from the driver may have the later ones wait for it.
+        ids = [
+            torch.empty(inputs.q[0, self.own(rank)].shape[0], rows, topk, dtype=torch.int32, device=DEVICE)
+            for rank in range(self.world)
+        ]
+        own = [inputs.q if every_head else inputs.q[:, self.own(rank)] for rank in range(self.world)]
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream())
-        for rank in order or range(self.world):
-            q = inputs.q if every_head else inputs.q[:, self.own(rank)]
+        for rank in queued or range(self.world):
             with torch.cuda.stream(self.streams[rank]):
-                ids[rank] = self.indexers[rank].decode(q, *inputs.arguments[1:], query_len=inputs.query_len, **more)
+                step = (own[rank], *inputs.arguments[1:])
+                self.indexers[rank].decode(*step, query_len=inputs.query_len, out=ids[rank], **more)
         return ids
 
     def finish(self) -> None:

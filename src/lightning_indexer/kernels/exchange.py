@@ -323,6 +323,9 @@ def exchange_kernel(
     )
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
     if PDL:
+        if AUTO:  # noqa: SIM102 (one is for the compiler, one for the program)
+            if at_work == 1:
+                tl.extra.cuda.gdc_launch_dependents()  # nobody will wait here
         tl.extra.cuda.gdc_wait()
     parity = tl.load(steps_ptr) & 1  # the count may wrap
     one = tl.zeros((1,), tl.int32)
