@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 import lightning_indexer as li
-from lightning_indexer import key, reference, torch_backend, triton_backend
+from lightning_indexer import key, ops, reference, torch_backend, triton_backend
 from lightning_indexer.kernels import common
 from lightning_indexer.kernels import key as device_key
 from lightning_indexer.spec import IndexerSpec, Shard
@@ -445,7 +445,8 @@ def test_plan_is_an_even_split():
         sizes = [end - first for first, end, *_ in shares[:used]]
         assert max(sizes) - min(sizes) <= 1
         assert all(first == end for first, end, *_ in shares[used:programs])
-        for first, _, request, before, length in shares[:used]:
+        assert all(share[5] == 1 for share in shares)  # nobody shares the work
+        for first, _, request, before, length, _ in shares[:used]:
             assert before == sum(counts[:request])
             assert length == inputs.seq_lens[request]
             assert before <= first < before + counts[request]
@@ -456,6 +457,21 @@ def test_plan_of_a_shard():
     with interpreter.fake_device(3):
         plan = li.plan_step(inputs.seq_lens, spec=inputs.spec, max_seq_len=64 * 5, shard=Shard(1, 3))
     assert plan.before.tolist() == [0, 2, 2, 3, 3]  # blocks 1 and 4; none; 1; none
+
+
+@pytest.mark.parametrize("order", ["score", "block"])
+def test_plan_shares_a_step_past_the_threshold(order):
+    """Pages count for all ranks together; in block order a request of up to K blocks is one page."""
+    tokens = [64 * 7, 1, 130, 0]
+    inputs = random_inputs(spec_of(topk=3), tokens)
+    work = 7 + 1 + (3 if order == "score" else 1)
+    shard = Shard(1, 3)
+    for threshold, ranks in ((work - 1, 3), (work, 1)):
+        with interpreter.fake_device(4):
+            plan = ops.make_plan(inputs.seq_lens, inputs.spec, 64 * 7, order, shard, threshold, None)
+        counts = [2, 0, 1, 0] if ranks == 3 else [7, 1, work - 8, 0]
+        assert plan.shares[:, 5].tolist() == [ranks] * 4
+        assert plan.before.tolist() == [sum(counts[:request]) for request in range(5)]
 
 
 def test_not_a_number_and_infinite_keys():

@@ -237,7 +237,7 @@ class ContextParallelIndexer:
         check_order(order)
         if page_size is not None:
             check_int("page_size", page_size, 1, self.spec.block_size)
-        spec, owned, device = self.spec, len(self.owned_heads), self.device
+        spec, owned, device, query_lens = self.spec, len(self.owned_heads), self.device, tuple(query_lens)
         cache = IndexCache.empty(1, spec, cache_format, device)
         cache.data.zero_()
         one = torch.ones(1, dtype=torch.int32, device=device)
@@ -298,7 +298,7 @@ class ContextParallelIndexer:
     ) -> StepPlan:
         """What `decode` derives from the lengths, for all layers of a step: see `lightning_indexer.plan_step`.
 
-        Optional: without it `decode` makes the plan in every call. It holds the choice of "auto", too.
+        Optional: without it "peer" makes the plan in every call, and others do without. It holds the choice of "auto", too.
 
         Args:
             seq_lens: `[R]` int32.
@@ -412,13 +412,13 @@ class ContextParallelIndexer:
         # A host round costs little beside a step on the CPU, and turns every fault of one rank into an error on all.
         step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if talks else check()
         batch = self._batches[micro_batch]
-        if plan is None and batch.workspace is not None:
+        alone = self.dispatch == "replicated" or self.transport is None
+        if plan is None and batch.peer is not None and not alone:
             plan = self._plan(batch, step, query_len, order)
         rest = (step.cache, block_table, seq_lens, spec, query_len, step.longest)
-        if self.dispatch == "replicated" or self.transport is None or (batch.peer is not None and not len(seq_lens)):
+        if alone or (batch.peer is not None and not len(seq_lens)):
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
-            scratch = plan if self.dispatch == "replicated" else None, batch.workspace
-            backend.decode(mine, *rest, order, sparse_table, step.out, *scratch)
+            backend.decode(mine, *rest, order, sparse_table, step.out, plan if alone else None, batch.workspace)
         elif batch.collective is not None:
             heads = q if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q)
             keys = batch.collective.candidates(q.shape[0])
