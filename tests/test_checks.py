@@ -86,7 +86,10 @@ QUERY_ERRORS = {
 
 CACHE_ERRORS = {
     "not-a-tensor": ({"cache": None}, "cache: expected a torch.Tensor or an IndexCache, got NoneType"),
-    "dtype": ({"cache": torch.zeros(6, 64, 64).double()}, "cache: expected dtype bfloat16 or float16 or float32, got dtype"),
+    "dtype": (
+        {"cache": torch.zeros(6, 64, 64).double()},
+        "cache: expected dtype bfloat16 or float16 or float32 or float8_e4m3fn or float8_e4m3fnuz, got dtype",
+    ),
     "block-size": (
         {"cache": torch.zeros(6, 128, 64, dtype=BF16)},
         "cache: expected shape [pages, 64, 64], got shape [6, 128, 64]",

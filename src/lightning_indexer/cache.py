@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged index-K cache: one key head of D dims per token, in pages of B tokens, one page per block."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,14 @@ from lightning_indexer.checks import check_choice, check_int, check_tensor, requ
 from lightning_indexer.spec import IndexerSpec, check_spec
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+GROUP = 16  # dims that share an NVFP4 scale
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 codes 0 to 7; 8 to 15 are their negatives
+E2M1 = (*MAGNITUDES, *(-value for value in MAGNITUDES))
+E2M1_LARGEST = MAGNITUDES[-1]
+# Between two neighbours lies a middle, which goes to the even code; whether the lower one is even.
+E2M1_MIDDLES = tuple(((low + high) / 2, code % 2 == 0) for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)))
 
 
 class CacheFormat(Protocol):
@@ -57,20 +66,94 @@ class PlainFormat:
         return keys.to(self.dtype)
 
 
+@dataclass(frozen=True)
+class Fp8Format:
+    """Keys as 8-bit floats: to nearest even and saturating when written, scored as stored, times the token's scale if any."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def query_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, self.dtype)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value: 448 of e4m3fn, 240 of e4m3fnuz."""
+        return torch.finfo(self.dtype).max
+
+    def row_elements(self, head_dim: int) -> int:
+        return head_dim
+
+    def load(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.view(self.dtype).float()
+
+    def store(self, keys: torch.Tensor) -> torch.Tensor:
+        return saturated(keys.float(), self.dtype)
+
+
+@dataclass(frozen=True)
+class NvFp4Format:
+    """Per token D/2 bytes of e2m1 pairs, low nibble first, then D/16 e4m3fn scales, one per group of 16 dims; nothing else.
+
+    A key is scored as `e4m3(e2m1 * scale)`, to nearest even, saturating. Written: `scale = e4m3(amax / 6)` of the group,
+    then `e2m1(key / scale)`, both to nearest even and saturating; a group whose scale is 0 is 0. A NaN among the keys of a
+    group makes its scale, and so all of it, NaN.
+    """
+
+    name: str = "nvfp4"
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def query_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float8_e4m3fn)
+
+    def row_elements(self, head_dim: int) -> int:
+        return head_dim // 2 + head_dim // GROUP
+
+    def load(self, raw: torch.Tensor) -> torch.Tensor:
+        dim = raw.shape[-1] * 2 * GROUP // (GROUP + 2)
+        pairs, scales = raw[..., : dim // 2], raw[..., dim // 2 :]
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+        values = torch.tensor(E2M1, dtype=torch.float32, device=raw.device)[codes.long()]
+        scales = scales.contiguous().view(torch.float8_e4m3fn).float().repeat_interleave(GROUP, dim=-1)
+        return saturated(values * scales, torch.float8_e4m3fn).float()  # the product is exact
+
+    def store(self, keys: torch.Tensor) -> torch.Tensor:
+        groups = keys.float().view(*keys.shape[:-1], -1, GROUP)
+        scales = saturated(groups.abs().amax(dim=-1) / E2M1_LARGEST, torch.float8_e4m3fn)
+        divisor = scales.float()[..., None]
+        magnitudes = torch.where(divisor == 0, 0.0, groups.abs() / divisor)
+        codes = sum((magnitudes > middle) if even else (magnitudes >= middle) for middle, even in E2M1_MIDDLES)
+        codes = (codes + 8 * groups.signbit().int()).to(torch.uint8).flatten(-2)
+        return torch.cat((codes[..., ::2] | (codes[..., 1::2] << 4), scales.view(torch.uint8)), dim=-1)
+
+
+def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 values as an 8-bit float dtype, to nearest even; larger ones, infinities too, become the largest. NaN stays."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
+
+
 FORMATS: dict[str, CacheFormat] = {
     "bf16": PlainFormat("bf16", torch.bfloat16),
     "fp16": PlainFormat("fp16", torch.float16),
     "fp32": PlainFormat("fp32", torch.float32),
+    "fp8": Fp8Format("fp8", torch.float8_e4m3fn),
+    "fp8_fnuz": Fp8Format("fp8_fnuz", torch.float8_e4m3fnuz),
+    "nvfp4": NvFp4Format(),
 }
+BYTE_FORMATS = ("fp8", "fp8_fnuz", "nvfp4")  # that engines keep in tensors of bytes
 
 
 class IndexCache:
-    """A view of index-K pages: `data` `[pages, B, row]` and the format that reads it. Made by `empty` or `wrap`."""
+    """A view of index-K pages: `data` `[pages, B, row]`, the format that reads it, any scales. Made by `empty` or `wrap`."""
 
-    def __init__(self, data: torch.Tensor, spec: IndexerSpec, format: CacheFormat) -> None:
+    def __init__(self, data: torch.Tensor, spec: IndexerSpec, format: CacheFormat, scale: torch.Tensor | None = None) -> None:
         self.data = data
         self.spec = spec
         self.format = format
+        self.scale = scale
 
     @classmethod
     def empty(
@@ -81,7 +164,7 @@ class IndexCache:
         Args:
             num_pages: pages of B tokens, at least 1.
             spec: gives B and D.
-            format: "bf16", "fp16" or "fp32".
+            format: "bf16", "fp16", "fp32", "fp8" (e4m3fn), "fp8_fnuz" (e4m3fnuz) or "nvfp4".
             device: where it lies.
 
         Raises:
@@ -101,11 +184,12 @@ class IndexCache:
         """An engine's own tensor as a cache, without a copy.
 
         Args:
-            tensor: `[pages, B, D]`, the tokens of a page one behind the other; pages may lie any distance apart, as in
-                a layer's view of a buffer that interleaves layers.
+            tensor: `[pages, B, D]`, with "nvfp4" `[pages, B, D/2 + D/16]` bytes, the tokens of a page one behind the other;
+                pages may lie any distance apart, as in a layer's view of a buffer that interleaves layers. fp8 may come as
+                bytes (uint8), if `format` says which.
             spec: gives B and D.
             format: None takes it from the dtype.
-            scale: None; the formats here have no scales.
+            scale: with fp8 `[pages, B]` float32, a factor per token; None for none.
 
         Raises:
             ValueError: shape, dtype or strides do not fit spec and format.
@@ -113,18 +197,23 @@ class IndexCache:
         check_spec(spec)
         require(isinstance(tensor, torch.Tensor), "cache", "a torch.Tensor or an IndexCache", type(tensor).__name__)
         if format is None:
-            by_dtype = {candidate.dtype: name for name, candidate in FORMATS.items()}
+            by_dtype = {candidate.dtype: name for name, candidate in FORMATS.items() if candidate.dtype != torch.uint8}
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in by_dtype)
-            require(tensor.dtype in by_dtype, "cache", f"dtype {names}", f"dtype {tensor.dtype}".replace("torch.", ""))
+            expected = f"format {' or '.join(BYTE_FORMATS)} for bytes" if tensor.dtype == torch.uint8 else f"dtype {names}"
+            require(tensor.dtype in by_dtype, "cache", expected, f"dtype {tensor.dtype}".replace("torch.", ""))
             format = by_dtype[tensor.dtype]
         check_choice("format", format, tuple(FORMATS))
         chosen = FORMATS[format]
-        require(scale is None, "scale", f"None for format {format!r}", "a scale")
+        if tensor.dtype == torch.uint8 and format in BYTE_FORMATS:
+            tensor = tensor.view(chosen.dtype)
         row = chosen.row_elements(spec.head_dim)
         check_tensor("cache", tensor, ("pages", spec.block_size, row), (chosen.dtype,))
         require(tensor.shape[0] > 0, "cache", "at least one page", "none")
         require(tensor.stride(1) == row, "cache", f"token stride {row}", f"strides {tuple(tensor.stride())}")
-        return cls(tensor, spec, chosen)
+        if scale is not None:
+            require(isinstance(chosen, Fp8Format), "scale", f"None for format {format!r}", "a scale")
+            check_tensor("scale", scale, (tensor.shape[0], spec.block_size), (torch.float32,), tensor.device)
+        return cls(tensor, spec, chosen, scale)
 
     @property
     def num_pages(self) -> int:
@@ -136,8 +225,9 @@ class IndexCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token's key takes."""
-        return self.data.shape[2] * self.data.element_size()
+        """Bytes that a token's key takes, its scale included."""
+        scale = 0 if self.scale is None else self.scale.element_size()
+        return self.data.shape[2] * self.data.element_size() + scale
 
     @property
     def page_bytes(self) -> int:
@@ -149,7 +239,8 @@ class IndexCache:
         """Store keys by slot: `keys[i]` goes to token `slot % B` of page `slot // B`, `slot = slot_mapping[i]`.
 
         Args:
-            keys: `[n, D]` bf16, fp16 or fp32, converted to the format.
+            keys: `[n, D]` bf16, fp16 or fp32, converted to the format. With scales a token's is its largest magnitude over
+                the format's (1 if that is 0 or not finite), and `key / scale` is stored.
             slot_mapping: `[n]` int64. Slots below 0 or past the end are ignored; the others must be distinct.
 
         Raises:
@@ -161,15 +252,34 @@ class IndexCache:
         inside = (slot_mapping >= 0) & (slot_mapping < tokens)
         slots = slot_mapping[inside]
         page, offset = slots // self.spec.block_size, slots % self.spec.block_size
-        self.data[page, offset] = self.format.store(keys[inside])
+        kept = keys[inside]
+        if self.scale is not None and isinstance(self.format, Fp8Format):
+            kept = kept.float()
+            factor = kept.abs().amax(dim=-1) / self.format.largest
+            factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
+            self.scale[page, offset] = factor
+            kept = kept / factor[:, None]
+        self._raw[page, offset] = _as_bytes(self.format.store(kept))
 
     def load_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys of some pages as the scorer sees them: page ids `[n]`, clamped into the cache, to `[n, B, D]` float32."""
-        return self.format.load(self.data.index_select(0, pages.clamp(0, self.num_pages - 1)))
+        inside = pages.clamp(0, self.num_pages - 1)
+        keys = self.format.load(self._raw.index_select(0, inside))
+        return keys if self.scale is None else keys * self.scale.index_select(0, inside)[..., None]
 
     def dequantize(self) -> torch.Tensor:
         """All pages as the scorer sees them: `[pages, B, D]` float32."""
-        return self.format.load(self.data)
+        keys = self.format.load(self._raw)
+        return keys if self.scale is None else keys * self.scale[..., None]
+
+    @property
+    def _raw(self) -> torch.Tensor:
+        """The pages, as bytes where torch indexes nothing else."""
+        return _as_bytes(self.data)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def as_cache(cache: Any, spec: IndexerSpec) -> IndexCache:
