@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from lightning_indexer.bench.cases import PrefillCase
+from lightning_indexer.bench.cases import PrefillCase, RankCase
 from lightning_indexer.bench.run import Result, Row
 
 
@@ -41,6 +41,9 @@ def _place(row: Row) -> tuple[str, str, int]:
     case = row.case
     if isinstance(case, PrefillCase):
         return f"prefill, heads {case.heads}", f"{case.tokens:,} new tokens", case.prefix + case.tokens
+    if isinstance(case, RankCase):
+        panel = f"a rank of {case.world}, heads {case.heads}, query rows {case.query_len}"
+        return panel, f"batch {len(case.seq_lens)}", case.seq_lens[0]
     return f"decode, heads {case.heads}, query rows {case.query_len}", f"batch {len(case.seq_lens)}", case.seq_lens[0]
 
 
