@@ -110,6 +110,29 @@ def test_another_choice_of_the_model_fails(small_model):
     assert "FAILED" in report.statement([outcome])
 
 
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_keys_in_another_format(format):
+    """What is scored is the cache; the selection of the keys as they came is counted against it, by hand here."""
+    spec = li.IndexerSpec(num_heads=2)
+    (given,) = synthetic.draw(spec, batch=3, context=20_000, query_len=2, seed=1)
+    given = replace(given, chosen=torch.full((2, 8, 16), -1, dtype=torch.int32))
+    case = given.stored_as(format)
+    outcome = next(iter(compare.compare([case], [2], silent)))
+    assert outcome.passed  # whatever the model chose
+    assert outcome.equal == outcome.selections == 2 * 8
+    rest = given.block_table, given.seq_lens
+    before, after = (li.decode(given.q, keys, *rest, spec=spec, query_len=2) for keys in (given.pages, case.cache))
+    shares = []
+    for first, second in zip(before.flatten(0, 1).tolist(), after.flatten(0, 1).tolist(), strict=True):
+        blocks = {block for block in first if block >= 0}
+        shares += [len(blocks & set(second)) / len(blocks)] if blocks else []
+    assert outcome.overlap == pytest.approx(sum(shares) / len(shares))
+    assert 0.3 < outcome.overlap < 1
+    assert outcome.index_bytes == index_bytes(given.seq_lens, spec, {"fp8": 128, "nvfp4": 72}[format], li.Shard())
+    assert "overlap" in report.outcome_table([outcome])
+    assert "model" not in report.statement([outcome])
+
+
 def near_tie_case(step: float) -> Case:
     """Two blocks that compete for one place; their best products differ by `step`."""
     spec = li.IndexerSpec(num_heads=1, topk=1, local_blocks=0)

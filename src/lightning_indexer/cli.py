@@ -22,6 +22,7 @@ from lightning_indexer.bench.gate import WrongSelectionError
 from lightning_indexer.bench.roofs import measure_roofs
 from lightning_indexer.bench.run import Facts, measure
 from lightning_indexer.bench.timing import QUICK, Protocol
+from lightning_indexer.cache import FORMATS
 from lightning_indexer.spec import IndexerSpec
 from lightning_indexer.verify import minimax_m3, smollm2, synthetic
 from lightning_indexer.verify.case import Case
@@ -83,6 +84,9 @@ def main() -> None:
 @click.option("--query-len", type=click.IntRange(1), default=1, help="Query rows per request (random).")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Requests (random).")
 @click.option("--seed", type=int, default=0, help="Of weights, random input and page shuffling.")
+@click.option(
+    "--cache", "format", type=click.Choice(list(FORMATS)), help="Format to store the keys in.  [default: as they come]"
+)
 @click.option("--device", default="cpu", help="cpu: ranks are processes, over gloo; cuda: threads that share the GPU.")
 @click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
 def verify(
@@ -93,6 +97,7 @@ def verify(
     json_path: Path | None,
     seed: int,
     device: str,
+    format: str | None,
     **options: Any,
 ) -> None:
     """Show that context-parallel ranks select what one rank selects, and what the model itself selects.
@@ -107,6 +112,8 @@ def verify(
             IndexerSpec(num_heads=heads).owned_heads(0, world)
         where = torch.device("cpu") if device == "cpu" else _gpu(device)
         cases = _cases(source, context, text, seed, progress, **options)
+        if format is not None:
+            cases = [case.stored_as(format) for case in cases]
         outcomes = list(compare(cases, worlds, progress, where))
         masses = [attention_mass(case) for case in cases if case.attention_heads]
     except (ValueError, ImportError) as error:
@@ -118,9 +125,10 @@ def verify(
         click.echo("\n" + mass_table(masses))
     click.echo("\n" + statement(outcomes))
     if json_path is not None:
-        parameters = {"input": source, "worlds": worlds, "version": lightning_indexer.__version__}
+        parameters: dict[str, Any] = {"input": source, "worlds": worlds, "version": lightning_indexer.__version__}
         parameters |= {
             "device": device,
+            "cache": format,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": platform.machine(),
@@ -157,6 +165,7 @@ Input: {source}. One line per case and number of ranks; a selection is the block
   = model   ... that are the model's own blocks; near-ties of these differ in blocks of equal score within rounding
   MB alone  index keys that a rank reads per layer and step without context parallelism; MB with CP: with it
   B/row     bytes that a rank receives in the exchange, per query row
+  overlap   with --cache: mean share of the blocks that the keys as they came select
 """
     )
     click.echo(outcome_table(outcomes))

@@ -2,7 +2,7 @@
 """Run a case on P real ranks and compare every selection with the contract, and with the model's own blocks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,10 +52,11 @@ class Outcome:
     equal: int  # ... that are the unsharded selection, bit for bit
     equal_model: int | None  # ... that are the model's own blocks, near-ties included; None if the case has none
     near_ties: int  # ... of these with a block swapped for one of equal score within rounding
-    differing: int  # ... that are not one or the other
+    differing: int  # ... that are not the unsharded selection or, with the model's own keys, the model's
     index_bytes: int  # per layer and step, what a rank reads without context parallelism
     index_bytes_cp: int  # ... and with it, on the rank that reads most
     exchange_bytes: int  # per row, what a rank receives
+    overlap: float | None = None  # mean share of the blocks that the keys as given select; None if those are what is scored
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -79,6 +80,7 @@ class _Expected:
     scores: torch.Tensor  # [H, T, N] float32, unsharded
     ids: torch.Tensor  # [H, T, K]
     ids_unsharded: torch.Tensor  # [H, T, K], of the unsharded operator
+    overlap: float | None  # with the selection of the keys as given, if others are scored
 
 
 def compare(cases: list[Case], worlds: list[int], progress: Progress, device: torch.device = CPU) -> Iterator[Outcome]:
@@ -86,7 +88,8 @@ def compare(cases: list[Case], worlds: list[int], progress: Progress, device: to
 
     Each rank gets its own heads' queries and the whole cache, as in an engine. Its ids must be, bit for bit and order
     included, those that the reference selects from the unsharded operator's scores; the unsharded operator must select the
-    same. Against the model's own blocks sets are compared: `torch.topk` leaves ties open.
+    same. Against the model's own blocks sets are compared, `torch.topk` leaves ties open; where a case's keys are stored in
+    another format, that is counted and no fault.
 
     On the CPU ranks are processes with the collective transport; on a GPU they are threads that share it, with "peer".
     """
@@ -99,7 +102,7 @@ def compare(cases: list[Case], worlds: list[int], progress: Progress, device: to
         if device.type == "cpu":
             results = run_ranks(world, lambda rank: _run_cases(cases, None, device))
         else:
-            moved = [_moved(case, device) for case in cases]
+            moved = [case.to(device) for case in cases]
             results = run_virtual(world, lambda ranks: _run_on_gpu(moved, ranks, device))  # noqa: B023 (called at once)
         for number, case in enumerate(cases):
             progress(f"comparing, {world} ranks", number, len(cases))
@@ -108,7 +111,7 @@ def compare(cases: list[Case], worlds: list[int], progress: Progress, device: to
 
 def attention_mass(case: Case) -> Mass:
     """How much of `softmax(q.k / sqrt(D))` over all visible tokens the unsharded selection's blocks hold."""
-    ids = li.decode(case.q, case.pages, case.block_table, case.seq_lens, spec=case.spec, query_len=case.query_len)
+    ids = li.decode(case.q, case.keys, case.block_table, case.seq_lens, spec=case.spec, query_len=case.query_len)
     block = case.spec.block_size
     shares = []
     for row, length in enumerate(reference.row_lengths(case.seq_lens, case.query_len, len(case.q))):
@@ -122,14 +125,9 @@ def attention_mass(case: Case) -> Mass:
     return Mass(case.name, float(found.mean()), float(found.min()))
 
 
-def _moved(case: Case, device: torch.device) -> Case:
-    names = ("q", "pages", "block_table", "seq_lens")
-    return replace(case, **{name: getattr(case, name).to(device) for name in names})
-
-
 def _expect(case: Case, device: torch.device) -> _Expected:
-    spec, moved = case.spec, _moved(case, device)
-    arguments = (moved.q, moved.pages, moved.block_table, moved.seq_lens)
+    spec, moved = case.spec, case.to(device)
+    arguments = (moved.q, moved.keys, moved.block_table, moved.seq_lens)
     scores = li.score_blocks(*arguments, spec=spec, query_len=case.query_len).cpu()
     ids = reference.select(
         scores,
@@ -140,7 +138,18 @@ def _expect(case: Case, device: torch.device) -> _Expected:
         local_blocks=spec.local_blocks,
         tie_break=spec.tie_break,
     )
-    return _Expected(scores, ids, li.decode(*arguments, spec=spec, query_len=case.query_len).cpu())
+    unsharded = li.decode(*arguments, spec=spec, query_len=case.query_len).cpu()
+    if case.cache is None:
+        return _Expected(scores, ids, unsharded, None)
+    given = li.decode(moved.q, moved.pages, *arguments[2:], spec=spec, query_len=case.query_len).cpu()
+    return _Expected(scores, ids, unsharded, _overlap(ids, given))
+
+
+def _overlap(ids: torch.Tensor, given: torch.Tensor) -> float:
+    """Mean share of `given`'s blocks `[H, T, K]` that `ids` has, too, over rows that have any."""
+    shared = ((given[..., :, None] == ids[..., None, :]).any(dim=-1) & (given >= 0)).sum(dim=-1)
+    counts = (given >= 0).sum(dim=-1)
+    return float((shared[counts > 0] / counts[counts > 0]).mean())
 
 
 def _run_on_gpu(cases: list[Case], ranks: VirtualRank, device: torch.device) -> list[torch.Tensor]:
@@ -161,20 +170,20 @@ def _run_cases(cases: list[Case], ranks: VirtualRank | None, device: torch.devic
                 case.spec, ranks, max_rows=most_rows, max_seq_len=max(1, longest), device=device, dispatch="sharded"
             )
             if device.type != "cpu":  # ranks share the GPU
-                formats = {li.IndexCache.wrap(other.pages, other.spec).format.name for other in cases}
+                formats = {other.keys.format.name for other in cases}
                 for format in sorted(formats):
                     indexer.warmup(format, query_lens=sorted({other.query_len for other in cases}))
             indexers[case.spec] = indexer
         indexer = indexers[case.spec]
         heads = indexer.owned_heads
         q = case.q[:, heads.start : heads.stop]
-        found.append(indexer.decode(q, case.pages, case.block_table, case.seq_lens, query_len=case.query_len).cpu())
+        found.append(indexer.decode(q, case.keys, case.block_table, case.seq_lens, query_len=case.query_len).cpu())
         indexer.raise_if_failed()
     return found
 
 
 def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tensor]) -> Outcome:
-    spec, token_bytes = case.spec, case.pages.shape[2] * case.pages.element_size()
+    spec, token_bytes = case.spec, case.keys.token_bytes
     shards = [li.Shard(rank, world) for rank in range(world)]
     outcome = Outcome(
         case=case.name,
@@ -188,6 +197,7 @@ def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tens
         index_bytes=index_bytes(case.seq_lens, spec, token_bytes, li.Shard()),
         index_bytes_cp=max(index_bytes(case.seq_lens, spec, token_bytes, shard) for shard in shards),
         exchange_bytes=exchange_bytes(spec, world, case.q.element_size()),
+        overlap=expected.overlap,
     )
     near: dict[tuple[int, int], bool] = {}  # replicas of a head would ask again
     for rank, ids in enumerate(results):
@@ -199,16 +209,18 @@ def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tens
             if case.chosen is not None and outcome.equal_model is not None:
                 chosen = case.chosen[head]
                 other = (found.sort(dim=-1).values != chosen.sort(dim=-1).values).any(dim=-1)
-                for row in other.nonzero().flatten().tolist():
+                own_keys = case.cache is None  # other keys select other blocks, and that is no fault
+                for row in other.nonzero().flatten().tolist() if own_keys else ():
                     if (head, row) not in near:
                         near[head, row] = _is_near_tie(case, head, row, chosen[row], want[row])
                     if near[head, row]:
                         outcome.near_ties += 1
                         other[row] = False
                 outcome.equal_model += int((~other).sum())
-                if not wrong.any():
-                    want, against = chosen, "the model's own blocks"
-                wrong |= other
+                if own_keys:
+                    if not wrong.any():
+                        want, against = chosen, "the model's own blocks"
+                    wrong |= other
             outcome.differing += int(wrong.sum())
             for row in wrong.nonzero().flatten().tolist()[:1]:
                 where = (case.name, world, rank, head, row, against)

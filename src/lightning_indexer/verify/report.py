@@ -23,7 +23,8 @@ def outcome_table(outcomes: list[Outcome]) -> str:
         "MB with CP",
         "B/row",
     ]
-    rows = [heads]
+    stored = any(outcome.overlap is not None for outcome in outcomes)
+    rows = [heads + (["overlap"] if stored else [])]
     for outcome in outcomes:
         rows.append(
             [
@@ -38,6 +39,7 @@ def outcome_table(outcomes: list[Outcome]) -> str:
                 f"{outcome.index_bytes / 1e6:.2f}",
                 f"{outcome.index_bytes_cp / 1e6:.2f}",
                 f"{outcome.exchange_bytes:,}",
+                *(["-" if outcome.overlap is None else f"{outcome.overlap:.1%}"] if stored else []),
             ]
         )
     return table(rows)
@@ -61,7 +63,7 @@ def statement(outcomes: list[Outcome]) -> str:
         f"Proven: on {worlds} ranks all {selections:,} selections made by context-parallel ranks are, id for id and in the"
         " same order, those of the unsharded context"
     )
-    modelled = [outcome for outcome in outcomes if outcome.equal_model is not None]
+    modelled = [outcome for outcome in outcomes if outcome.equal_model is not None and outcome.overlap is None]
     if modelled:
         compared = sum(outcome.selections for outcome in modelled)
         ties = sum(outcome.near_ties for outcome in modelled)
