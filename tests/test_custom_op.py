@@ -40,6 +40,25 @@ def test_traced_whole(backend, wrapped):
         assert torch.equal(traced(*arguments), want)
 
 
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_traced_with_bytes_and_scales(format):
+    indexer = li.ContextParallelIndexer(SPEC, max_rows=4, max_seq_len=64 * 12, device="cpu")
+    inputs = random_inputs(SPEC, [64 * 9 - 3, 70], heads=2)
+    data = li.IndexCache.empty(len(inputs.pages), SPEC, format).data
+    scale = torch.zeros(data.shape[:2]) if format == "fp8" else None
+    cache = li.IndexCache.wrap(data, SPEC, format, scale)
+    keys = inputs.pages.float().nan_to_num().flatten(0, 1)
+    cache.write(keys * torch.arange(1, len(keys) + 1)[:, None], torch.arange(len(keys)))
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        return indexer.decode(q, cache, *inputs.arguments[2:])
+
+    want = li.decode(inputs.q, cache, *inputs.arguments[2:], spec=SPEC)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(inputs.q), want)
+    if scale is not None:  # which do change the selection
+        assert not torch.equal(li.decode(inputs.q, li.IndexCache.wrap(data, SPEC), *inputs.arguments[2:], spec=SPEC), want)
+
+
 def test_each_indexer_has_a_number_of_its_own():
     first, second = (
         li.ContextParallelIndexer(SPEC, max_rows=4, max_seq_len=length, device="cpu") for length in (64 * 4, 64 * 12)

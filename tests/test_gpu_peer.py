@@ -75,10 +75,8 @@ class Virtual:
         heads = owned_heads(rank, self.world, self.spec.num_heads)
         return slice(heads[0], heads[-1] + 1)
 
-    def decode(
-        self, inputs: Inputs, *, every_head: bool = False, queued: list[int] | None = None, **more: Any
-    ) -> list[torch.Tensor]:
-        """Queue a step on every rank; ids by rank. `queued`: in which order."""
+    def decode(self, inputs: Inputs, *, every_head: bool = False, **more: Any) -> list[torch.Tensor]:
+        """Queue a step on every rank; ids by rank."""
         rows, topk = inputs.q.shape[0], self.spec.topk
         # Before the first rank begins: memory from the driver may have the later ones wait for it.
         ids = [
@@ -88,7 +86,7 @@ class Virtual:
         own = [inputs.q if every_head else inputs.q[:, self.own(rank)] for rank in range(self.world)]
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream())
-        for rank in queued or range(self.world):
+        for rank in range(self.world):
             with torch.cuda.stream(self.streams[rank]):
                 step = (own[rank], *inputs.arguments[1:])
                 self.indexers[rank].decode(*step, query_len=inputs.query_len, out=ids[rank], **more)
@@ -99,12 +97,11 @@ class Virtual:
         for indexer in self.indexers:
             indexer.raise_if_failed()
 
-    def check(self, inputs: Inputs, **more: Any) -> None:
+    def check(self, inputs: Inputs, *, every_head: bool = False) -> None:
         """A step gives the dense answer on every rank."""
-        order = more.get("order_of_ids", "score")
-        ids = self.decode(inputs, every_head=more.get("every_head", False), **({} if order == "score" else {"order": order}))
+        ids = self.decode(inputs, every_head=every_head)
         self.finish()
-        want = dense(inputs, order=order)
+        want = dense(inputs)
         for rank in range(self.world):
             assert torch.equal(ids[rank], want[self.own(rank)]), f"rank {rank} of {self.world}"
 

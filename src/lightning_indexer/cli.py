@@ -286,7 +286,7 @@ def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: l
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     alone = [case.own for case in ranks]
-    exchange = partial(measure_exchange, world, rows)
+    exchange = partial(measure_exchange, world, heads, rows)
     _bench([*ranks, *alone], **options, exchange=exchange)
 
 

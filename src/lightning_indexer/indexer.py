@@ -159,18 +159,17 @@ class ContextParallelIndexer:
         self.owned_heads = spec.owned_heads(self.rank, self.world)
         self.shard = Shard(self.rank, self.world)
         self._batches = [_MicroBatch(spec, max_rows, self.device) for _ in range(micro_batches)]
-        self.transport = self._connect(transport)
         alone = dispatch == "replicated" or self.world == 1
+        self.transport = None if alone else self._connect(transport)
         self.dispatch = "replicated" if alone else dispatch if self.transport == "peer" else "sharded"
         self._calibrates = threshold is None and self.dispatch == "auto"
         given = calibration.ALWAYS if threshold is None else threshold
         # Pages of all requests together up to which "auto" does not share a step, by the most rows that this holds for.
         self.thresholds = [(max_rows, given)] if self.dispatch == "auto" else []
 
-    def _connect(self, transport: str) -> str | None:
-        """Make the transport of every micro-batch; what it is called, None for a rank alone."""
-        if self.ranks is None:
-            return None
+    def _connect(self, transport: str) -> str:
+        """Make the transport of every micro-batch; what it is called."""
+        assert self.ranks is not None
         if transport == "peer" or (transport == "auto" and self._one_host()):
             try:
                 self._connect_peers(self.ranks)
@@ -383,7 +382,7 @@ class ContextParallelIndexer:
         """
         if torch.compiler.is_compiling():  # one operator, which plans for itself
             owned, step = len(self.owned_heads), (q, cache, block_table, seq_lens, query_len, order, sparse_table, out)
-            return custom_op.traced_decode(self._handle, owned, self.spec.topk, *step, micro_batch)
+            return custom_op.traced_decode(self._handle, self.spec, owned, *step, micro_batch)
         return self._decode(q, cache, block_table, seq_lens, query_len, order, sparse_table, out, plan, micro_batch, False)
 
     def _decode(
@@ -408,12 +407,12 @@ class ContextParallelIndexer:
 
         self.raise_if_failed()
         spec, owned, backend = self.spec, self.owned_heads, backend_of(self.device)
-        talks = self.transport == "collective" and self.dispatch == "sharded" and self.device.type == "cpu"
+        talks = self.transport == "collective" and self.device.type == "cpu"
         # A host round costs little beside a step on the CPU, and turns every fault of one rank into an error on all.
         step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if talks else check()
         batch = self._batches[micro_batch]
-        alone = self.dispatch == "replicated" or self.transport is None
-        if plan is None and batch.peer is not None and not alone:
+        alone = self.transport is None
+        if plan is None and batch.peer is not None:
             plan = self._plan(batch, step, query_len, order)
         rest = (step.cache, block_table, seq_lens, spec, query_len, step.longest)
         if alone or (batch.peer is not None and not len(seq_lens)):

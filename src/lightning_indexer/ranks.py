@@ -6,6 +6,7 @@ measurements of P ranks on one GPU.
 """
 
 import base64
+import inspect
 import pickle
 import threading
 from collections.abc import Callable
@@ -22,9 +23,8 @@ from lightning_indexer.checks import check_int, require
 Result = TypeVar("Result")
 
 VIRTUAL_TIMEOUT = timedelta(seconds=60)
-
-
-REBUILD_DEVICE = 6  # place of the device among the arguments of `rebuild_cuda_tensor`
+# Place of the device among the arguments that a CUDA tensor is rebuilt from.
+REBUILD_DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 
 
 class UnmappedError(RuntimeError):

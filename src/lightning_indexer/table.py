@@ -37,19 +37,11 @@ class SparseTable:
     page_stride: int = 8
 
     @classmethod
-    def empty(
-        cls,
-        spec: IndexerSpec,
-        heads: int,
-        rows: int,
-        page_size: int,
-        block_table: torch.Tensor,
-        page_stride: int | None = None,
-    ) -> "SparseTable":
-        """A table with new outputs; None takes attention pages that lie without gaps."""
+    def empty(cls, spec: IndexerSpec, heads: int, rows: int, page_size: int, block_table: torch.Tensor) -> "SparseTable":
+        """A table with new outputs, for attention pages that lie without gaps."""
         pages = spec.block_size // page_size
         out = torch.empty(heads, rows, spec.topk * pages, dtype=torch.int32, device=block_table.device)
-        return cls(block_table, out, torch.empty_like(out[..., 0]), page_size, pages if page_stride is None else page_stride)
+        return cls(block_table, out, torch.empty_like(out[..., 0]), page_size, pages)
 
     def check(self, spec: IndexerSpec, requests: int, heads: int, rows: int, blocks: int, device: torch.device) -> None:
         """Raise ValueError unless this table fits rows of `requests` requests that may see `blocks` blocks."""

@@ -51,10 +51,15 @@ class ExchangeRow:
 
 
 def measure_exchange(
-    world: int, batches: Sequence[int], device: torch.device, protocol: Protocol, progress: Callable[[str, int, int], None]
+    world: int,
+    heads: int,
+    batches: Sequence[int],
+    device: torch.device,
+    protocol: Protocol,
+    progress: Callable[[str, int, int], None],
 ) -> list[ExchangeRow]:
     """Rows of a table, one per batch, each verified against the unsharded selection once it was timed."""
-    spec = li.IndexerSpec()
+    spec = li.IndexerSpec(num_heads=heads)
     blocks = CONTEXT // spec.block_size
     generator = torch.Generator(device).manual_seed(0)
     cache = li.IndexCache.empty(max(batches) * blocks, spec, device=device)

@@ -26,6 +26,18 @@ def owned_blocks(visible, rank, world):
 
 
 @triton.jit
+def first_owned_head(rank, owned, replicas):
+    """First of the `owned` heads of a rank, where `replicas` neighbouring ranks own the same: `IndexerSpec.owned_heads`."""
+    return rank // replicas * owned
+
+
+@triton.jit
+def owner_of_head(head, owned, replicas):
+    """The first of the `replicas` neighbouring ranks that own a head: the other way round."""
+    return head // owned * replicas
+
+
+@triton.jit
 def load_keys(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr):
     """Keys of one page as the matrix unit takes them, `[B, D]`. The one place in the kernels that knows the cache format."""
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)

@@ -23,7 +23,7 @@ program notes the missing rank and goes on without it, and no later wait waits.
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import write_ids
+from lightning_indexer.kernels.common import first_owned_head, owner_of_head, write_ids
 from lightning_indexer.kernels.decode import row_keys, row_place, seen_tokens
 from lightning_indexer.kernels.key import join_keys, top_keys
 
@@ -81,7 +81,7 @@ def send_keys(
     lane = tl.arange(0, KEEP)[None, :]
     slot = key_slot(parity, rank, head % owned, row, world, owned, max_rows, topk)
     for replica in range(replicas):
-        box = box_of(boxes_ptr, head // owned * replicas + replica)
+        box = box_of(boxes_ptr, owner_of_head(head, owned, replicas) + replica)
         tl.store(box + slot + lane, best, mask=lane < topk, cache_modifier=".wt")
 
 
@@ -170,7 +170,7 @@ def gather_kernel(
         word = tl.load(q_ptr + source, mask=inside, other=0)
         word = tl.where(word == EMPTY, NAN_WORD, word)
         if first | (shared == 0):
-            own = row.to(tl.int64) * heads + rank // replicas * owned + head
+            own = row.to(tl.int64) * heads + first_owned_head(rank, owned, replicas) + head
             tl.store(out_ptr + own * words + place % words, word, mask=inside)
         if first & shared:
             for other in range(world):
@@ -189,7 +189,7 @@ def gather_kernel(
                 if other != rank:
                     sent = box + (parity * world + other).to(tl.int64) * half + place
                     word = take_words(sent, inside, other + place * 0, failed_ptr, report_ptr, polls)
-                    there = row.to(tl.int64) * heads + group * owned + head
+                    there = row.to(tl.int64) * heads + first_owned_head(other, owned, replicas) + head
                     tl.store(out_ptr + there * words + place % words, word, mask=inside)
 
 
