@@ -120,7 +120,7 @@ class NvFp4Format:
         return saturated(values * scales, torch.float8_e4m3fn).float()  # the product is exact
 
     def store(self, keys: torch.Tensor) -> torch.Tensor:
-        groups = keys.float().view(*keys.shape[:-1], -1, GROUP)
+        groups = keys.float().view(*keys.shape[:-1], keys.shape[-1] // GROUP, GROUP)
         scales = saturated(groups.abs().amax(dim=-1) / E2M1_LARGEST, torch.float8_e4m3fn)
         divisor = scales.float()[..., None]
         magnitudes = torch.where(divisor == 0, 0.0, groups.abs() / divisor)
@@ -144,6 +144,11 @@ FORMATS: dict[str, CacheFormat] = {
     "nvfp4": NvFp4Format(),
 }
 BYTE_FORMATS = ("fp8", "fp8_fnuz", "nvfp4")  # that engines keep in tensors of bytes
+
+
+def is_packed(format: CacheFormat) -> bool:
+    """Whether an element is stored in 8 bits or less."""
+    return format.name in BYTE_FORMATS
 
 
 class IndexCache:

@@ -198,7 +198,12 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every benchmark."""
     options = [
-        click.option("--format", type=click.Choice(["bf16", "fp16"]), default="bf16", help="Of the index-K cache."),
+        click.option(
+            "--format", type=click.Choice(["bf16", "fp16", "fp8", "nvfp4"]), default="bf16", help="Of the index-K cache."
+        ),
+        click.option(
+            "--queries", type=click.Choice(["bf16", "fp16", "fp8"]), help="Of the queries.  [default: the cache's, or bf16]"
+        ),
         click.option("--quick", is_flag=True, help="Fewer replays."),
         click.option("--device", default="cuda", help="A CUDA or HIP device."),
         click.option("--commit", help="What is measured.  [default: HEAD of the checkout]"),
@@ -293,6 +298,7 @@ def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: l
 def _bench(
     cases: Sequence[BenchCase],
     format: str,
+    queries: str | None,
     quick: bool,
     device: str,
     commit: str | None,
@@ -310,7 +316,7 @@ def _bench(
             facts = Facts.read(where, commit)
             progress("roofs", 0, 1)
             roofs = measure_roofs(protocol, where)
-            result = measure(cases, format, where, facts, roofs, protocol, progress)
+            result = measure(cases, format, where, facts, roofs, protocol, progress, queries=queries)
             exchanged = [] if exchange is None else exchange(where, protocol, progress)
     except (ValueError, ImportError, WrongSelectionError) as error:
         raise click.ClickException(str(error)) from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer.cache import IndexCache
+from lightning_indexer.cache import CacheFormat, IndexCache
 from lightning_indexer.dots import fixed_dots
 from lightning_indexer.key import MAX_BLOCKS, key_blocks, pack_keys, top_keys
 from lightning_indexer.rows import decode_lengths, prefill_lengths, visible_blocks
@@ -101,6 +101,11 @@ def candidates(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard) -
     scores = torch.empty(rows.q.shape[1], rows.q.shape[0], width, dtype=torch.float32, device=rows.q.device)
     score_rows(rows, cache, spec, shard, scores)
     return row_keys(scores, rows.lengths, spec, shard)
+
+
+def query_dtypes(format: CacheFormat, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Query dtypes that a format can be scored with."""
+    return format.query_dtypes
 
 
 def check_operands(q: torch.Tensor, cache: IndexCache) -> None:

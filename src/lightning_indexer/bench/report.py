@@ -14,7 +14,8 @@ from lightning_indexer.text import table
 def header(result: Result, replays: int) -> str:
     """What the table was measured on, and what its columns are."""
     facts, roofs = result.facts, result.roofs
-    formats = "".join(f" Index-K cache in {name}." for name in sorted({row.format for row in result.rows}))
+    pairs = sorted({(row.format, row.queries) for row in result.rows})
+    formats = "".join(f" Index-K cache in {format}, queries in {queries}." for format, queries in pairs)
     held = "one step plan and the calls of all layers" if result.planned else "the calls of all layers"
     peer = f"\n  peer      {peers.SOURCE}; x peer is ours over theirs" if _compared(result) else ""
     software = f"driver {facts.driver}, torch {facts.torch_version}, triton {facts.triton_version}"
