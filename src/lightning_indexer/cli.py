@@ -23,33 +23,15 @@ from lightning_indexer.bench.roofs import measure_roofs
 from lightning_indexer.bench.run import Facts, measure
 from lightning_indexer.bench.timing import QUICK, Protocol
 from lightning_indexer.cache import FORMATS
+from lightning_indexer.plan.command import plan
 from lightning_indexer.spec import IndexerSpec
+from lightning_indexer.terminal import INPUT_FILE, OUTPUT_FILE, Progress
 from lightning_indexer.verify import minimax_m3, smollm2, synthetic
 from lightning_indexer.verify.case import Case
 from lightning_indexer.verify.compare import Outcome, attention_mass, compare
 from lightning_indexer.verify.report import as_json, mass_table, outcome_table, statement
 
-INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 MODEL_HEADS = 4  # index heads of both model inputs
-OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-class Progress:
-    """One line on stderr that says what is going on: rewritten on a terminal, else one line per kind of work."""
-
-    def __init__(self) -> None:
-        self.label = ""
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\r\033[K{label} {done}/{total}", nl=False, err=True)
-        elif label != self.label:
-            click.echo(f"{label} ...", err=True)
-        self.label = label
-
-    def close(self) -> None:
-        if sys.stderr.isatty():
-            click.echo("\r\033[K", nl=False, err=True)
 
 
 def _worlds(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -68,6 +50,9 @@ def main() -> None:
     """Exact, context-parallel block selection for MiniMax-M3 and its kin."""
     # Before CUDA starts: ranks that share a GPU wait for each other, so no two of their streams may share a hardware queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+main.add_command(plan)
 
 
 @main.command()

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All figures of a plan, each with its formula and standing."""
+
+from dataclasses import dataclass
+
+from lightning_indexer.plan.cost import (
+    SELECTION_US,
+    SLOPE,
+    Setup,
+    alone_us,
+    break_even_tokens,
+    layer_bytes,
+    rank_us,
+    rest_us,
+    setup_exchanges,
+)
+from lightning_indexer.plan.exchange import Exchange
+from lightning_indexer.plan.figure import EXACT, MODELLED, Figure, weakest
+from lightning_indexer.plan.memory import WEIGHT_BYTES, CacheBytes, cache_bytes
+
+BATCHES = (1, 8, 32, 128)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Context parallelism over one transport."""
+
+    exchange: Figure
+    layer: Figure  # a layer's time, exchange included
+    gain: float  # us of a layer saved; below 0 it is slower
+    break_even: dict[int, int]  # tokens of each request, by number of requests
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a setup costs without context parallelism, with it by transport, and what its caches hold."""
+
+    setup: Setup
+    figures: dict[str, Figure]
+    transports: dict[str, Transport]
+    cache: CacheBytes
+    fitting: tuple[int, int] | None  # tokens in the pool: replicated, sharded; None where not even the weights fit
+
+    @property
+    def best(self) -> Transport:
+        """What the library would use: the first transport."""
+        return next(iter(self.transports.values()))
+
+    @property
+    def pays(self) -> bool:
+        """Whether a step of this load gets faster."""
+        return self.best.gain > 0
+
+    def as_json(self) -> dict[str, object]:
+        """For a result file."""
+        setup = self.setup
+        told = {
+            "setup": {
+                "gpu": setup.gpu.name,
+                "model": setup.model.name,
+                "tp": setup.tp,
+                "requests": [list(group) for group in setup.requests],
+                "query_len": setup.query_len,
+                "index_format": setup.index_format,
+                "kv_format": setup.kv_format,
+                "weight_format": setup.weight_format,
+                "gpus_per_node": setup.gpus_per_node,
+            },
+            "figures": {name: figure.as_json() for name, figure in self.figures.items()},
+            "transports": {
+                name: {
+                    "exchange": way.exchange.as_json(),
+                    "layer": way.layer.as_json(),
+                    "gain_us": way.gain,
+                    "break_even_tokens": way.break_even,
+                }
+                for name, way in self.transports.items()
+            },
+            "pays": self.pays,
+        }
+        return told
+
+
+def estimate(setup: Setup) -> Estimate:
+    """All figures of `setup`.
+
+    Raises:
+        ValueError: a step time is given that the index scores alone exceed.
+    """
+    costs = setup_exchanges(setup)
+    figures = _layer_figures(setup)
+    transports = {cost.transport: _transport(setup, cost, figures) for cost in costs}
+    figures |= _step_figures(setup, figures, next(iter(transports.values())))
+    cache = cache_bytes(setup.model, setup.tp, setup.kv_format, setup.index_format)
+    pool, fitting = _pool(setup, cache)
+    figures |= _memory_figures(setup, cache, pool)
+    return Estimate(setup, figures, transports, cache, fitting)
+
+
+def _layer_figures(setup: Setup) -> dict[str, Figure]:
+    gpu, ranks, heads = setup.gpu, setup.tp, setup.model.spec.num_heads
+    roof = Figure(gpu.read_tbps, "TB/s", gpu.read_formula, gpu.read_standing)
+    whole, part = layer_bytes(setup, 1), layer_bytes(setup, ranks)
+    bytes_formula = f"{setup.tokens:,} tokens x {whole / setup.tokens:g} B"
+    time = f"5.0 us + {SELECTION_US} us x {setup.rows:,} rows x heads ({{}}) + {SLOPE} x {{}} / {gpu.read_tbps:.2f} TB/s"
+    return {
+        "read roof": roof,
+        "keys per layer without CP": Figure(whole, "B", bytes_formula, EXACT),
+        "keys per layer with CP": Figure(part, "B", f"those of rank 0's blocks, 1/{ranks}", EXACT),
+        "layer without CP": Figure(alone_us(setup), "us", time.format(setup.own_heads, f"{whole / 1e6:,.1f} MB"), MODELLED),
+        "rank's part with CP": Figure(rank_us(setup), "us", time.format(heads, f"{part / 1e6:,.1f} MB"), MODELLED),
+    }
+
+
+def _transport(setup: Setup, cost: Exchange, figures: dict[str, Figure]) -> Transport:
+    exchange = Figure(cost.us, "us", cost.formula, cost.standing)
+    part = figures["rank's part with CP"]
+    layer = Figure(part.value + cost.us, "us", "the rank's part + exchange", weakest(part.standing, cost.standing))
+    break_even = {}
+    for batch in BATCHES:
+        other = setup.with_load(((batch, 1),))
+        us = next(each.us for each in setup_exchanges(other) if each.transport == cost.transport)
+        break_even[batch] = break_even_tokens(other, us)
+    return Transport(exchange, layer, figures["layer without CP"].value - layer.value, break_even)
+
+
+def _step_figures(setup: Setup, figures: dict[str, Figure], best: Transport) -> dict[str, Figure]:
+    layers = setup.model.sparse_layers
+    alone, layer = figures["layer without CP"], best.layer
+    rest, standing = rest_us(setup)
+    how = "given step - index part" if setup.step_us is not None else "58 us x layers + (weights + KV read) / read roof"
+    without, auto = layers * alone.value + rest, layers * min(alone.value, layer.value) + rest
+    return {
+        "index part of a step without CP": Figure(layers * alone.value, "us", f"{layers} x layer", alone.standing),
+        "index part of a step with CP": Figure(layers * layer.value, "us", f"{layers} x layer", layer.standing),
+        "rest of a step": Figure(rest, "us", how, standing),
+        "step without CP": Figure(without, "us", "index part + rest", MODELLED),
+        "step with CP": Figure(layers * layer.value + rest, "us", "index part + rest", MODELLED),
+        "step with auto": Figure(auto, "us", "the shorter of the two", MODELLED),
+    }
+
+
+def _pool(setup: Setup, cache: CacheBytes) -> tuple[float, tuple[int, int] | None]:
+    weights = setup.model.weights * WEIGHT_BYTES[setup.weight_format] / setup.tp
+    pool = setup.memory_share * setup.gpu.memory_gb * 1e9 - weights
+    return pool, None if pool <= 0 else (int(pool / cache.total), int(pool / cache.sharded))
+
+
+def _memory_figures(setup: Setup, cache: CacheBytes, pool: float) -> dict[str, Figure]:
+    weights = f"{setup.model.weights / 1e9:,.0f} G weights x {WEIGHT_BYTES[setup.weight_format]:g} B / {setup.tp}"
+    model = setup.model
+    heads = max(1, model.kv_heads // setup.tp)
+    return {
+        "KV per token": Figure(cache.kv, "B", f"{model.layers} layers x {heads} x K and V, {setup.kv_format}", EXACT),
+        "index keys per token": Figure(cache.index, "B", f"{model.sparse_layers} layers x a key, {setup.index_format}", EXACT),
+        "index keys per token, sharded": Figure(cache.index / setup.tp, "B", f"1/{setup.tp} of that, per rank", EXACT),
+        "pool": Figure(pool, "B", f"{setup.memory_share:g} x {setup.gpu.memory_gb:g} GB - {weights}", MODELLED),
+    }
