@@ -23,6 +23,7 @@ from lightning_indexer.bench.roofs import measure_roofs
 from lightning_indexer.bench.run import Facts, measure
 from lightning_indexer.bench.timing import QUICK, Protocol
 from lightning_indexer.cache import FORMATS
+from lightning_indexer.doctor.command import doctor
 from lightning_indexer.plan.command import plan
 from lightning_indexer.spec import IndexerSpec
 from lightning_indexer.terminal import INPUT_FILE, OUTPUT_FILE, Progress
@@ -52,6 +53,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+main.add_command(doctor)
 main.add_command(plan)
 
 
