@@ -37,7 +37,7 @@ def test_command_tells_and_proves(no_gpu, tmp_path):
     assert done.exit_code == 0, done.output
     assert "yes nvfp4 keys on cpu     72 B a token" in done.stdout
     assert "no  transport peer" in done.stdout
-    # Three requests of two rows, and two of padding, four heads; bf16, both fp8 and nvfp4; one rank with four heads, four with one
+    # (3 requests x 2 rows + 2 of padding) x 4 heads, for bf16, two fp8 and nvfp4, on one rank and shared out among four
     assert "Self-test passed: 256 of 256 selections right (1, 4 ranks" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     told = json.loads((tmp_path / "doctor.json").read_text())
@@ -106,14 +106,14 @@ def test_peer_transport(machine, usable, works, note):
 
 
 def test_a_gpu_that_the_kernels_do_not_run_on(monkeypatch):
+    reason = "device: expected compute capability 8.0 or newer, got Tesla V100 with 7.0"
+
     def refuse(device):
-        raise ValueError("device: expected compute capability 8.0 or newer, got Tesla V100 with 7.0")
+        raise ValueError(reason)
 
     monkeypatch.setattr(support, "check_device", refuse)
     found = {each.what: each for each in find_support(with_gpus((True,)))}
-    assert found["GPU 0"] == Support(
-        "GPU 0", False, "device: expected compute capability 8.0 or newer, got Tesla V100 with 7.0"
-    )
+    assert found["GPU 0"] == Support("GPU 0", False, reason)
     assert not found["transport peer"].works
     assert not any("cuda" in what for what in found)
 
