@@ -104,8 +104,8 @@ def test_layer_time_against_kept_results(file, op, most):
 def test_break_even_is_where_both_times_meet():
     for batch in (1, 32):
         for name in ("peer", "collective"):
-            cost = next(each.us for each in setup_exchanges(setup(batch=batch)) if each.transport == name)
-            tokens = break_even_tokens(setup(batch=batch), cost)
+            cost = next(each.us for each in setup_exchanges(setup(), batch) if each.transport == name)
+            tokens = break_even_tokens(setup(), batch, cost)
             blocks = 4 * 128 * round(tokens / 512)  # every rank has as many
             at = setup(batch=batch, context=blocks)
             step = select_us(GPUS["h200"], 512 * batch * 256, 0) - 5.0  # of 512 tokens more

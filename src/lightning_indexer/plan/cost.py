@@ -9,7 +9,7 @@ low at 64K tokens or more, and 23 % high at 4K. Other formats and GPUs are assum
 The rest of the step is a floor: weights and caches that it reads over the read roof, and a latency per layer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -115,10 +115,6 @@ class Setup:
         """Index heads of a rank."""
         return len(self.model.spec.owned_heads(0, self.tp))
 
-    def with_load(self, requests: tuple[tuple[int, int], ...]) -> "Setup":
-        """The same GPUs and model under another load."""
-        return replace(self, requests=requests)
-
 
 def layer_bytes(setup: Setup, ranks: int) -> int:
     """Index keys that rank 0 of `ranks` reads in a layer: bytes of a key times the tokens in its blocks, of all requests."""
@@ -144,24 +140,24 @@ def rank_us(setup: Setup) -> float:
     return select_us(setup.gpu, layer_bytes(setup, setup.tp), setup.rows * setup.model.spec.num_heads)
 
 
-def setup_exchanges(setup: Setup) -> list[Exchange]:
-    """What the exchange costs, by transport; only the caller's own time where it is given."""
+def setup_exchanges(setup: Setup, rows: int) -> list[Exchange]:
+    """What the exchange of `rows` query rows costs, by transport; only the caller's own time where it is given."""
     if setup.exchange_us is not None:
         return [Exchange("as given", setup.exchange_us, "given", MEASURED)]
-    spec, rows = setup.model.spec, setup.rows
+    spec = setup.model.spec
     queries = 0 if setup.all_heads else rows * setup.own_heads * spec.head_dim * 2
     return exchanges(setup.gpu, Load(rows, queries, rows * spec.num_heads * spec.topk * KEY_BYTES, setup.nodes))
 
 
-def break_even_tokens(setup: Setup, exchange_us: float) -> int:
-    """Tokens of each request from which on context parallelism is faster, for the setup's number of requests and rows.
+def break_even_tokens(setup: Setup, batch: int, exchange_us: float) -> int:
+    """Tokens of each of `batch` requests from which on context parallelism is faster.
 
     (exchange + 0.004 us * rows * (H - h)) * read roof * P / (1.03 * (P - 1) * requests * bytes of a key)
     """
-    extra = exchange_us + SELECTION_US * setup.rows * (setup.model.spec.num_heads - setup.own_heads)
+    extra = exchange_us + SELECTION_US * batch * setup.query_len * (setup.model.spec.num_heads - setup.own_heads)
     token_bytes = index_token_bytes(setup.model, setup.index_format)
     saved_us = SLOPE * (1 - 1 / setup.tp) * token_bytes / setup.gpu.read_tbps / 1e6  # per token of all requests
-    return round(extra / saved_us / setup.batch)
+    return round(extra / saved_us / batch)
 
 
 def rest_us(setup: Setup) -> tuple[float, str]:

@@ -87,7 +87,7 @@ def estimate(setup: Setup) -> Estimate:
     Raises:
         ValueError: a step time is given that the index scores alone exceed.
     """
-    costs = setup_exchanges(setup)
+    costs = setup_exchanges(setup, setup.rows)
     figures = _layer_figures(setup)
     transports = {cost.transport: _transport(setup, cost, figures) for cost in costs}
     figures |= _step_figures(setup, figures, next(iter(transports.values())))
@@ -118,9 +118,9 @@ def _transport(setup: Setup, cost: Exchange, figures: dict[str, Figure]) -> Tran
     layer = Figure(part.value + cost.us, "us", "the rank's part + exchange", weakest(part.standing, cost.standing))
     break_even = {}
     for batch in BATCHES:
-        other = setup.with_load(((batch, 1),))
-        us = next(each.us for each in setup_exchanges(other) if each.transport == cost.transport)
-        break_even[batch] = break_even_tokens(other, us)
+        costs = setup_exchanges(setup, batch * setup.query_len)
+        us = next(each.us for each in costs if each.transport == cost.transport)
+        break_even[batch] = break_even_tokens(setup, batch, us)
     return Transport(exchange, layer, figures["layer without CP"].value - layer.value, break_even)
 
 

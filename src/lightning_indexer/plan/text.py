@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as text for a terminal of 80 columns."""
 
+from lightning_indexer.plan.cost import Setup
 from lightning_indexer.plan.estimate import Estimate
 from lightning_indexer.text import table
+
+
+def model_line(setup: Setup) -> str:
+    """Model and GPUs."""
+    where = f", {setup.nodes} hosts" if setup.nodes > 1 else ""
+    return f"{setup.model.name} on {setup.tp} x {setup.gpu.name} (TP {setup.tp}{where})"
 
 
 def heading(found: Estimate) -> str:
     """What is planned for."""
     setup = found.setup
     load = " + ".join(f"{batch} x {context:,}" for batch, context in setup.requests)
-    where = f", {setup.nodes} hosts" if setup.nodes > 1 else ""
     return (
-        f"{setup.model.name} on {setup.tp} x {setup.gpu.name} (TP {setup.tp}{where})\n"
+        f"{model_line(setup)}\n"
         f"{load} tokens, {setup.query_len} query row{'s' if setup.query_len > 1 else ''} each; "
         f"index keys {setup.index_format}, KV {setup.kv_format}, weights {setup.weight_format}"
     )
