@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces: read, drawn, played by hand-checked steps; larger scale; what the command prints and refuses."""
 
+import itertools
 import json
 import statistics
 
@@ -104,7 +105,7 @@ def test_agents_have_the_stated_means():
 def test_a_turn_has_all_of_its_session_cached():
     turns = Agents(sessions=1, turns=5).draw()
     assert turns[0].cached_tokens == 24_000
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         assert after.cached_tokens == before.prompt_tokens + before.output_tokens
         assert after.arrival_s >= before.arrival_s + before.output_tokens * 0.02
 
@@ -166,10 +167,10 @@ def test_the_batch_and_the_cache_bound_who_runs():
     assert by_room.steps == by_batch.steps
     shared = [Request(0.0, 1000, 10, 900, 800) for _ in range(4)]  # 800 once, and 210 each
     assert max(step.decoding for step in play(shared, SETUP, Serving(), "off", 800 + 3 * 210, silent).steps) == 3
-    with pytest.raises(
-        ValueError, match="trace: expected requests of at most 1,000 tokens, which the cache holds, got one of 1,010"
-    ):
+    with pytest.raises(ValueError, match="requests of at most 1,000 tokens, which the cache holds, got one of 1,010"):
         play(requests, SETUP, Serving(), "off", 1000, silent)
+    with pytest.raises(ValueError, match="trace: expected requests of two output tokens or more, got none"):
+        play([Request(0.0, 9, 1)], SETUP, Serving(), "off", ROOM, silent)
 
 
 def test_every_token_is_made_once_in_every_mode():
