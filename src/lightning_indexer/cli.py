@@ -27,6 +27,7 @@ from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, 
 from lightning_indexer.bench.cases import Case as BenchCase
 from lightning_indexer.bench.exchange import ExchangeRow, measure_exchange
 from lightning_indexer.bench.gate import WrongSelectionError
+from lightning_indexer.bench.page import report_page
 from lightning_indexer.bench.results import ResultFile, load_result, parse_result
 from lightning_indexer.bench.roofs import measure_roofs
 from lightning_indexer.bench.run import Facts, Result, measure
@@ -36,7 +37,17 @@ from lightning_indexer.checks import require
 from lightning_indexer.doctor.command import doctor
 from lightning_indexer.plan.command import plan
 from lightning_indexer.spec import IndexerSpec
-from lightning_indexer.terminal import INPUT_FILE, OUTPUT_FILE, InputError, Progress, check_writable, write_json
+from lightning_indexer.terminal import (
+    FOLDER,
+    INPUT_FILE,
+    OUTPUT_FILE,
+    InputError,
+    PlainCommand,
+    Progress,
+    check_writable,
+    output_options,
+    write_json,
+)
 from lightning_indexer.verify import minimax_m3, smollm2, synthetic
 from lightning_indexer.verify.case import Case
 from lightning_indexer.verify.compare import Outcome, attention_mass, compare
@@ -224,6 +235,31 @@ def bench() -> None:
 
     Each case is verified before it is timed. Exits 1 if a case selects wrongly; that case gets no time.
     """
+
+
+@bench.command("report", cls=PlainCommand)
+@click.argument("files", type=INPUT_FILE, nargs=-1, required=True)
+@click.option("--html", "html_path", type=OUTPUT_FILE, default="report.html", help="The page.")
+@click.option("--png", "png_folder", type=FOLDER, help="Write each picture into this folder, too.")
+@output_options()
+def bench_report(files: tuple[Path, ...], html_path: Path, png_folder: Path | None, force: bool) -> None:
+    """Make one HTML page of result FILES, with pictures, that needs no network: for a phone, a mail, a printer.
+
+    Time against context, percent of the roof, what dispatch chooses between, the break-even map, and what plan promised.
+    """
+    try:
+        plot.require_matplotlib("report")
+        results = [load_result(path) for path in files]
+        text, drawn = report_page(results)
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+    pictures = [] if png_folder is None else [(png_folder / f"{picture.name}.png", picture) for picture in drawn]
+    check_writable(force, html_path, *(path for path, _ in pictures))
+    html_path.write_text(text)
+    for path, picture in pictures:
+        path.write_bytes(picture.render("png"))
+    told = f" and {len(pictures)} pictures in {png_folder}" if pictures else ""
+    click.echo(f"{html_path}: {len(drawn)} pictures of {len(results)} results{told}")
 
 
 @bench.command("decode", cls=BenchCommand)

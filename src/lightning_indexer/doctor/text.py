@@ -7,7 +7,7 @@ from lightning_indexer.bench.report import exchange_table
 from lightning_indexer.doctor.machine import Machine
 from lightning_indexer.doctor.measure import Measured
 from lightning_indexer.doctor.support import Support
-from lightning_indexer.plan.gpus import GPUS
+from lightning_indexer.plan.gpus import GPUS, gpu_of_device
 from lightning_indexer.text import table
 from lightning_indexer.verify.compare import Outcome
 
@@ -69,7 +69,7 @@ def measured_lines(measured: Measured) -> str:
 
 def next_step(machine: Machine) -> str:
     """The command that tells whether it is worth it here."""
-    known = [name for name in GPUS if machine.gpus and name in machine.gpus[0].name.lower().replace(" ", "")]
+    known = gpu_of_device(machine.gpus[0].name) if machine.gpus else None
     ranks = len(machine.gpus) if len(machine.gpus) in (2, 4, 8, 16) else 4
-    name = known[0] if known else "h200"
+    name = next(name for name, each in GPUS.items() if each is (known or GPUS["h200"]))
     return f"Is it worth it?\n  lightning-indexer plan --gpu {name} --tp {ranks} --batch 32 --context 131072"

@@ -73,3 +73,9 @@ def gpu(name: str) -> Gpu:
     known = name.lower()
     require(known in GPUS, "gpu", "one of " + ", ".join(GPUS), repr(name))
     return GPUS[known]
+
+
+def gpu_of_device(device: str) -> Gpu | None:
+    """The GPU type of a device's name, such as "NVIDIA H200"; None if the table has none."""
+    plain = device.lower().replace(" ", "")
+    return next((known for name, known in GPUS.items() if name in plain), None)
