@@ -158,6 +158,7 @@ def test_standing_is_that_of_the_weakest_part():
     found = estimate(setup())
     assert {figure.standing for figure in found.figures.values()} <= set(STANDINGS)
     assert found.figures["read roof"].standing == "measured"
+    assert found.figures["memory bandwidth"].standing == "published"
     assert estimate(setup("b200")).figures["read roof"].standing == "modelled"
 
 
@@ -279,7 +280,11 @@ def test_explanation_gives_formula_and_standing_of_every_figure():
     done = run("--explain", "--requests", "4x131072", "--requests", "28x4096")
     found = estimate(Setup(GPUS["h200"], MINIMAX_M3, 4, ((4, 131_072), (28, 4096))))
     lines = done.stdout.splitlines()
-    for name, figure in found.figures.items():
+    figures = dict(found.figures)
+    for name, way in found.transports.items():
+        figures |= {f"exchange, {name}": way.exchange, f"layer with CP, {name}": way.layer}
+        figures |= {f"break-even of {batch} requests, {name}": figure for batch, figure in way.break_even.items()}
+    for name, figure in figures.items():
         line = next(index for index, line in enumerate(lines) if line.startswith(f"{name} = "))
         assert lines[line].endswith(f"[{figure.standing}]")
         assert lines[line + 1] == f"    {figure.formula}"

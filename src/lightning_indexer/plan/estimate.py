@@ -15,7 +15,7 @@ from lightning_indexer.plan.cost import (
     setup_exchanges,
 )
 from lightning_indexer.plan.exchange import Exchange
-from lightning_indexer.plan.figure import EXACT, MODELLED, Figure, weakest
+from lightning_indexer.plan.figure import EXACT, MODELLED, PUBLISHED, Figure, weakest
 from lightning_indexer.plan.memory import WEIGHT_BYTES, CacheBytes, cache_bytes
 
 BATCHES = (1, 8, 32, 128)
@@ -28,7 +28,7 @@ class Transport:
     exchange: Figure
     layer: Figure  # a layer's time, exchange included
     gain: float  # us of a layer saved; below 0 it is slower
-    break_even: dict[int, int]  # tokens of each request, by number of requests
+    break_even: dict[int, Figure]  # tokens of each request from which on it is faster, by number of requests
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Estimate:
                     "exchange": way.exchange.as_json(),
                     "layer": way.layer.as_json(),
                     "gain_us": way.gain,
-                    "break_even_tokens": way.break_even,
+                    "break_even": {batch: figure.as_json() for batch, figure in way.break_even.items()},
                 }
                 for name, way in self.transports.items()
             },
@@ -92,18 +92,21 @@ def estimate(setup: Setup) -> Estimate:
     transports = {cost.transport: _transport(setup, cost, figures) for cost in costs}
     figures |= _step_figures(setup, figures, next(iter(transports.values())))
     cache = cache_bytes(setup.model, setup.tp, setup.kv_format, setup.index_format)
-    pool, fitting = _pool(setup, cache)
-    figures |= _memory_figures(setup, cache, pool)
+    figures |= _memory_figures(setup, cache)
+    pool = figures["pool"].value
+    fitting = None if pool <= 0 else (int(pool / cache.total), int(pool / cache.sharded))
     return Estimate(setup, figures, transports, cache, fitting)
 
 
 def _layer_figures(setup: Setup) -> dict[str, Figure]:
     gpu, ranks, heads = setup.gpu, setup.tp, setup.model.spec.num_heads
+    peak = Figure(gpu.peak_tbps, "TB/s", gpu.source, PUBLISHED)
     roof = Figure(gpu.read_tbps, "TB/s", gpu.read_formula, gpu.read_standing)
     whole, part = layer_bytes(setup, 1), layer_bytes(setup, ranks)
     bytes_formula = f"{setup.tokens:,} tokens x {whole / setup.tokens:g} B"
     time = f"5.0 us + {SELECTION_US} us x {setup.rows:,} rows x heads ({{}}) + {SLOPE} x {{}} / {gpu.read_tbps:.2f} TB/s"
     return {
+        "memory bandwidth": peak,
         "read roof": roof,
         "keys per layer without CP": Figure(whole, "B", bytes_formula, EXACT),
         "keys per layer with CP": Figure(part, "B", f"those of rank 0's blocks, 1/{ranks}", EXACT),
@@ -120,7 +123,8 @@ def _transport(setup: Setup, cost: Exchange, figures: dict[str, Figure]) -> Tran
     for batch in BATCHES:
         costs = setup_exchanges(setup, batch * setup.query_len)
         us = next(each.us for each in costs if each.transport == cost.transport)
-        break_even[batch] = break_even_tokens(setup, batch, us)
+        formula = f"({us:.1f} us + {SELECTION_US} us x rows x (H - h)) / ({SLOPE} x (1 - 1/P) x requests x B / roof)"
+        break_even[batch] = Figure(break_even_tokens(setup, batch, us), "tokens", formula, weakest(cost.standing, MODELLED))
     return Transport(exchange, layer, figures["layer without CP"].value - layer.value, break_even)
 
 
@@ -140,19 +144,20 @@ def _step_figures(setup: Setup, figures: dict[str, Figure], best: Transport) -> 
     }
 
 
-def _pool(setup: Setup, cache: CacheBytes) -> tuple[float, tuple[int, int] | None]:
-    weights = setup.model.weights * WEIGHT_BYTES[setup.weight_format] / setup.tp
-    pool = setup.memory_share * setup.gpu.memory_gb * 1e9 - weights
-    return pool, None if pool <= 0 else (int(pool / cache.total), int(pool / cache.sharded))
-
-
-def _memory_figures(setup: Setup, cache: CacheBytes, pool: float) -> dict[str, Figure]:
-    weights = f"{setup.model.weights / 1e9:,.0f} G weights x {WEIGHT_BYTES[setup.weight_format]:g} B / {setup.tp}"
-    model = setup.model
+def _memory_figures(setup: Setup, cache: CacheBytes) -> dict[str, Figure]:
+    model, weight = setup.model, WEIGHT_BYTES[setup.weight_format]
+    memory, weights = setup.gpu.memory_gb * 1e9, model.weights * weight / setup.tp
+    pool = setup.memory_share * memory - weights
     heads = max(1, model.kv_heads // setup.tp)
     return {
         "KV per token": Figure(cache.kv, "B", f"{model.layers} layers x {heads} x K and V, {setup.kv_format}", EXACT),
         "index keys per token": Figure(cache.index, "B", f"{model.sparse_layers} layers x a key, {setup.index_format}", EXACT),
         "index keys per token, sharded": Figure(cache.index / setup.tp, "B", f"1/{setup.tp} of that, per rank", EXACT),
-        "pool": Figure(pool, "B", f"{setup.memory_share:g} x {setup.gpu.memory_gb:g} GB - {weights}", MODELLED),
+        "GPU memory": Figure(memory, "B", setup.gpu.source, PUBLISHED),
+        "weights of a rank": Figure(weights, "B", f"{model.weights / 1e9:,.0f} G x {weight:g} B / {setup.tp}", EXACT),
+        "pool": Figure(pool, "B", f"{setup.memory_share:g} x memory - weights", MODELLED),
+        "tokens that fit": Figure(max(0.0, pool / cache.total), "tokens", "pool / (KV + index keys per token)", MODELLED),
+        "tokens that fit, sharded": Figure(
+            max(0.0, pool / cache.sharded), "tokens", f"pool / (KV + index keys per token / {setup.tp})", MODELLED
+        ),
     }

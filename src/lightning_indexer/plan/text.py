@@ -45,7 +45,7 @@ def transport_table(found: Estimate) -> str:
     batches = list(found.best.break_even)
     rows = [["exchange", "us", "layer us", *(f"batch {batch}" for batch in batches)]]
     for name, way in found.transports.items():
-        tokens = [_short(way.break_even[batch]) for batch in batches]
+        tokens = [_short(way.break_even[batch].value) for batch in batches]
         rows.append([name, f"{way.exchange.value:.1f}", f"{way.layer.value:,.1f}", *tokens])
     return f"Faster with CP from this context on, in tokens of each request:\n\n{table(rows)}"
 
@@ -77,7 +77,7 @@ def verdict(found: Estimate) -> str:
         return "The model does not fit: plan for more ranks or smaller weights."
     if not found.pays:
         told = f"Do not share this load's steps: they would take {(after - before) / 1e3:.2f} ms more\n{change}."
-        larger = ((batch, tokens) for batch, tokens in found.best.break_even.items() if batch > setup.batch)
+        larger = ((batch, tokens.value) for batch, tokens in found.best.break_even.items() if batch > setup.batch)
         hints = (f";\nit would share from {batch} requests of {_short(tokens)} tokens on" for batch, tokens in larger)
         return f'{told} dispatch="auto" leaves them alone{next(hints, "")}.'
     losing = [name for name, way in found.transports.items() if way.gain <= 0]
@@ -94,9 +94,14 @@ def explanation(found: Estimate) -> str:
     named = list(found.figures.items())
     named += [(f"exchange, {name}", way.exchange) for name, way in found.transports.items()]
     named += [(f"layer with CP, {name}", way.layer) for name, way in found.transports.items()]
+    named += [
+        (f"break-even of {batch} requests, {name}", figure)
+        for name, way in found.transports.items()
+        for batch, figure in way.break_even.items()
+    ]
     for name, figure in named:
         value, unit = _scaled(figure.value, figure.unit)
-        digits = 0 if unit == "B" else 2
+        digits = 0 if unit in ("B", "tokens") else 2
         lines += [f"{name} = {value:,.{digits}f} {unit}  [{figure.standing}]", f"    {figure.formula}"]
     lines += [
         "",
