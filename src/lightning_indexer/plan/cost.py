@@ -152,7 +152,7 @@ def setup_exchanges(setup: Setup, rows: int) -> list[Exchange]:
 def break_even_tokens(setup: Setup, batch: int, exchange_us: float) -> int:
     """Tokens of each of `batch` requests from which on context parallelism is faster.
 
-    (exchange + 0.004 us * rows * (H - h)) * read roof * P / (1.03 * (P - 1) * requests * bytes of a key)
+    (exchange + 0.004 us * rows * (H - h)) / (1.03 * (1 - 1/P) * requests * bytes of a key / read roof)
     """
     extra = exchange_us + SELECTION_US * batch * setup.query_len * (setup.model.spec.num_heads - setup.own_heads)
     token_bytes = index_token_bytes(setup.model, setup.index_format)
