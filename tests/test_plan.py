@@ -200,6 +200,11 @@ def test_time_per_token_on_eight_b200(context, ms):
     assert token_ms("fp8") <= ms <= token_ms("bf16")
 
 
+def test_latency_per_layer_is_what_the_first_point_leaves():
+    at = setup("b200", 8, 1, 8192, weight_format="fp4")
+    assert (57 * alone_us(at) + rest_us(at)[0]) / 1e3 == pytest.approx(4.02, rel=0.002)
+
+
 def test_slower_at_batch_two_and_faster_at_large_batches():
     """ATOM: 1.55 x slower at about two requests with a tail of 10 to 14 us; +3.7, +12.3, +16.7 % at 15, 24, 28 requests."""
     few = setup("mi355x", batch=2, query_len=4, index_format="fp8", exchange_us=10.0)

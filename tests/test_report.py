@@ -126,7 +126,7 @@ def test_command_writes_page_and_pictures(tmp_path):
     done = CliRunner().invoke(cli.main, arguments)
     assert done.exit_code == 0, done.output
     written = sorted(path.name for path in folder.iterdir())
-    assert written == ["dispatch.png", "exchange.png", "map-4.png", "roof.png", "time-cp-h200-2026-11-30-0.png"]
+    assert written == ["01-time-cp.png", "02-roof.png", "03-dispatch.png", "04-map.png", "05-exchange.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
     assert len(Page(target.read_text()).images) == 5
     target.write_text("kept")

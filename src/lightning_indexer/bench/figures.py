@@ -7,7 +7,7 @@ Each is one panel of a size that can still be read on a phone.
 import importlib
 import io
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_indexer.bench.results import ResultFile
@@ -26,7 +26,7 @@ MAP_CONTEXTS = tuple(1024 << step for step in range(11))  # 1K to 1M
 class Picture:
     """One panel: how it is drawn, and what it says to somebody who does not see it."""
 
-    name: str  # of the file that it is exported to
+    name: str  # of the file that it is exported to, with a number before it
     title: str
     caption: str
     draw: Callable[[Any], None]  # onto axes
@@ -47,7 +47,8 @@ class Picture:
 def pictures(results: list[ResultFile]) -> list[Picture]:
     """All that the results have data for, in the order of the page."""
     found = [picture for result in results for picture in _times(result)]
-    return [*found, *_roofs(results), *_shared_steps(results), *_maps(results), *_exchanges(results)]
+    found += [*_roofs(results), *_shared_steps(results), *_maps(results), *_exchanges(results)]
+    return [replace(picture, name=f"{number:02}-{picture.name}") for number, picture in enumerate(found, 1)]
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ def _times(result: ResultFile) -> list[Picture]:
         caption = (
             f"{title}: time of one layer, measured ({result.device}, {result.facts['date']}); dashed: the roof of that run."
         )
-        name = f"time-{result.name.removesuffix('.json')}-{len(found)}"
-        found.append(Picture(name, title, caption, _draw_times(rows)))
+        found.append(Picture(f"time-{op}", title, caption, _draw_times(rows)))
     return found
 
 
@@ -219,7 +219,7 @@ def _maps(results: list[ResultFile]) -> list[Picture]:
                 "No queries are exchanged."
             )
             title = f"break-even, {world} ranks, one row each"
-            found.append(Picture(f"map-{world}", title, caption, _draw_map(gpu, world, steps)))
+            found.append(Picture("map", title, caption, _draw_map(gpu, world, steps)))
     return found
 
 
