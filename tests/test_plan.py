@@ -295,6 +295,17 @@ def test_explanation_gives_formula_and_standing_of_every_figure():
         assert lines[line + 1] == f"    {figure.formula}"
 
 
+def test_given_figures_take_the_place_of_modelled_ones():
+    done = run("--read-roof", "4.0", "--explain")
+    assert "read roof = 4.00 TB/s  [measured]\n    given" in done.stdout
+    assert "1.03 x 1,073.7 MB / 4.00 TB/s" in done.stdout
+    assert "peer, at most" in done.stdout
+    done = run("--exchange-us", "9.5", "--step-ms", "40")
+    assert "as given" in done.stdout
+    assert "collective" not in done.stdout
+    assert "whole step                     40.0 ms" in done.stdout
+
+
 def test_weights_that_do_not_fit():
     done = run("--gpu", "a100", "--weights", "bf16")
     assert "The weights alone exceed a rank's share of memory by 141.0 GB." in done.stdout

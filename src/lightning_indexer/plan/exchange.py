@@ -110,6 +110,6 @@ def exchanges(gpu: Gpu, load: Load) -> list[Exchange]:
     """What each transport that can serve these ranks costs, the one that the library would pick first."""
     found = [collective_exchange(gpu, load)]
     if load.nodes == 1:
-        bound = [shared_peer_exchange(load)] if gpu is GPUS["h200"] else []
+        bound = [shared_peer_exchange(load)] if gpu.name == GPUS["h200"].name else []
         found = [peer_exchange(gpu, load), *bound, *found]
     return found

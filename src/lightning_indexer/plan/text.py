@@ -18,7 +18,7 @@ def heading(found: Estimate) -> str:
     load = " + ".join(f"{batch} x {context:,}" for batch, context in setup.requests)
     return (
         f"{model_line(setup)}\n"
-        f"{load} tokens, {setup.query_len} query row{'s' if setup.query_len > 1 else ''} each; "
+        f"{load} tokens, {setup.query_len} query row{'s' if setup.query_len > 1 else ''} each\n"
         f"index keys {setup.index_format}, KV {setup.kv_format}, weights {setup.weight_format}"
     )
 
