@@ -9,7 +9,7 @@ import torch
 
 import lightning_indexer as li
 from lightning_indexer.plan.cost import LAUNCH_US, LAYER_US, SELECTION_US, SLOPE
-from lightning_indexer.plan.gpus import READABLE
+from lightning_indexer.plan.gpus import GPUS, READABLE
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +45,14 @@ def test_site_has_every_document():
     site = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r": (\S+\.md)$", site, re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_table_of_gpus_is_the_one_in_use():
+    told = (ROOT / "docs" / "planning.md").read_text()
+    for name, gpu in GPUS.items():
+        published = f"| {name} | {gpu.memory_gb} | {gpu.peak_tbps} | {gpu.matrix_tflops} | {gpu.source} |"
+        assert f"{published} {gpu.read_tbps:.2f} {gpu.read_standing} |" in told
+    assert len(re.findall(r"data sheet, \d{4} \|", told)) == len(GPUS)
 
 
 def test_constants_of_the_model_are_those_of_its_document():

@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 
 from lightning_indexer.plan.cost import (
+    LAUNCH_US,
+    LAYER_US,
     SELECTION_US,
     SLOPE,
     Setup,
@@ -104,7 +106,9 @@ def _layer_figures(setup: Setup) -> dict[str, Figure]:
     roof = Figure(gpu.read_tbps, "TB/s", gpu.read_formula, gpu.read_standing)
     whole, part = layer_bytes(setup, 1), layer_bytes(setup, ranks)
     bytes_formula = f"{setup.tokens:,} tokens x {whole / setup.tokens:g} B"
-    time = f"5.0 us + {SELECTION_US} us x {setup.rows:,} rows x heads ({{}}) + {SLOPE} x {{}} / {gpu.read_tbps:.2f} TB/s"
+    time = (
+        f"{LAUNCH_US} us + {SELECTION_US} us x {setup.rows:,} rows x heads ({{}}) + {SLOPE} x {{}} / {gpu.read_tbps:.2f} TB/s"
+    )
     return {
         "memory bandwidth": peak,
         "read roof": roof,
@@ -132,7 +136,11 @@ def _step_figures(setup: Setup, figures: dict[str, Figure], best: Transport) -> 
     layers = setup.model.sparse_layers
     alone, layer = figures["layer without CP"], best.layer
     rest, standing = rest_us(setup)
-    how = "given step - index part" if setup.step_us is not None else "58 us x layers + (weights + KV read) / read roof"
+    how = (
+        "given step - index part"
+        if setup.step_us is not None
+        else f"{LAYER_US:g} us x layers + (weights + KV read) / read roof"
+    )
     without, auto = layers * alone.value + rest, layers * min(alone.value, layer.value) + rest
     return {
         "index part of a step without CP": Figure(layers * alone.value, "us", f"{layers} x layer", alone.standing),
