@@ -106,16 +106,18 @@ def _layer_figures(setup: Setup) -> dict[str, Figure]:
     roof = Figure(gpu.read_tbps, "TB/s", gpu.read_formula, gpu.read_standing)
     whole, part = layer_bytes(setup, 1), layer_bytes(setup, ranks)
     bytes_formula = f"{setup.tokens:,} tokens x {whole / setup.tokens:g} B"
-    time = (
-        f"{LAUNCH_US} us + {SELECTION_US} us x {setup.rows:,} rows x heads ({{}}) + {SLOPE} x {{}} / {gpu.read_tbps:.2f} TB/s"
-    )
+
+    def scores(heads: int, moved: int) -> str:
+        selections = f"{SELECTION_US} us x {setup.rows:,} rows x heads ({heads})"
+        return f"{LAUNCH_US} us + {selections} + {SLOPE} x {moved / 1e6:,.1f} MB / {gpu.read_tbps:.2f} TB/s"
+
     return {
         "memory bandwidth": peak,
         "read roof": roof,
         "keys per layer without CP": Figure(whole, "B", bytes_formula, EXACT),
         "keys per layer with CP": Figure(part, "B", f"those of rank 0's blocks, 1/{ranks}", EXACT),
-        "layer without CP": Figure(alone_us(setup), "us", time.format(setup.own_heads, f"{whole / 1e6:,.1f} MB"), MODELLED),
-        "rank's part with CP": Figure(rank_us(setup), "us", time.format(heads, f"{part / 1e6:,.1f} MB"), MODELLED),
+        "layer without CP": Figure(alone_us(setup), "us", scores(setup.own_heads, whole), MODELLED),
+        "rank's part with CP": Figure(rank_us(setup), "us", scores(heads, part), MODELLED),
     }
 
 
@@ -136,11 +138,8 @@ def _step_figures(setup: Setup, figures: dict[str, Figure], best: Transport) -> 
     layers = setup.model.sparse_layers
     alone, layer = figures["layer without CP"], best.layer
     rest, standing = rest_us(setup)
-    how = (
-        "given step - index part"
-        if setup.step_us is not None
-        else f"{LAYER_US:g} us x layers + (weights + KV read) / read roof"
-    )
+    floor = f"{LAYER_US:g} us x layers + (weights + KV read) / read roof"
+    how = floor if setup.step_us is None else "given step - index part"
     without, auto = layers * alone.value + rest, layers * min(alone.value, layer.value) + rest
     return {
         "index part of a step without CP": Figure(layers * alone.value, "us", f"{layers} x layer", alone.standing),
