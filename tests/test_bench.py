@@ -20,6 +20,7 @@ from lightning_indexer.bench import inputs as drawn
 from lightning_indexer.bench import timing as protocol
 from lightning_indexer.bench.cases import DecodeCase, PrefillCase, RankCase, decode_set, prefill_set
 from lightning_indexer.bench.exchange import ExchangeRow
+from lightning_indexer.bench.results import parse_result
 from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.bench.run import Facts, Result, Row, measure, query_dtype
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation
@@ -625,3 +626,34 @@ def test_plot_is_refused_before_the_run(benched, monkeypatch, tmp_path):
     assert done.exit_code == 1
     assert "pip install 'lightning-indexer[bench]'" in done.output
     assert benched == []
+
+
+def test_command_compares_with_a_file_and_with_a_commit(benched, monkeypatch, tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert CliRunner().invoke(cli.main, ["bench", "decode", "--json", str(first)]).exit_code == 0
+    told = json.loads(first.read_text())
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--baseline", str(first), "--json", str(second)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith("No regression.\n")
+    assert json.loads(second.read_text())["baseline"]["cases"][0]["ratio"] == 1.0
+
+    def run(commit, arguments):
+        assert (commit, arguments) == ("HEAD", ["decode", "--quick"])
+        faster = {**told, "rows": [{**row, "us": row["us"] / 2} for row in told["rows"]]}
+        return parse_result(faster, "before")
+
+    monkeypatch.setattr(cli, "is_commit", lambda source: True)
+    monkeypatch.setattr(cli, "against_commit", functools.partial(cli.against_commit, run=run))
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--quick", "--baseline", "HEAD", "--rounds", "2"])
+    assert done.exit_code == 1
+    assert done.stdout.endswith("REGRESSION\n")
+
+
+def test_results_are_not_overwritten_without_force(benched, tmp_path):
+    kept = tmp_path / "kept.json"
+    kept.write_text("kept")
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--json", str(kept)])
+    assert (done.exit_code, done.output) == (2, f"Error: {kept} exists; --force overwrites it\n")
+    assert benched == []
+    assert CliRunner().invoke(cli.main, ["bench", "decode", "--json", str(kept), "--force"]).exit_code == 0
+    assert len(json.loads(kept.read_text())["rows"]) == 1

@@ -47,7 +47,7 @@ class Facts:
         properties = torch.cuda.get_device_properties(device)
         return cls(
             device=properties.name,
-            driver=_driver(),
+            driver=driver_version(),
             torch_version=torch.__version__,
             triton_version=_version("triton"),
             commit=_checked_out() if commit is None else commit,
@@ -199,7 +199,8 @@ def _row_json(row: Row) -> dict[str, Any]:
     return fields if row.peer_us is None else fields | {"peer_us": row.peer_us}
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """Of the GPU driver; on HIP that of HIP."""
     if torch.version.hip is not None:
         return f"hip {torch.version.hip}"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
