@@ -163,6 +163,25 @@ def prefill_policy(facts: DeviceFacts, page_bytes: int, keep: int) -> PrefillPol
     )
 
 
+@dataclass(frozen=True)
+class WritePolicy:
+    """How the kernel that writes keys is launched."""
+
+    rows: int  # of one program
+    num_warps: int
+    pdl: bool
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the launch."""
+        return {"num_warps": self.num_warps} | _pdl_option(self.pdl)
+
+
+def write_policy(facts: DeviceFacts, rows: int) -> WritePolicy:
+    """Policy of writing `rows` keys: few rows a program until there are enough programs for all multiprocessors."""
+    few = rows <= 16 * facts.processors
+    return WritePolicy(rows=4 if few else 32, num_warps=1 if few else 4, pdl=_is_hopper_like(facts))
+
+
 def _instruction(facts: DeviceFacts) -> dict[str, int]:
     """AMD has several shapes of matrix instruction; a score must come from the same one in every kernel and tile."""
     return {"matrix_instr_nonkdim": 16} if facts.vendor == "amd" else {}

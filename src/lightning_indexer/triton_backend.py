@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import triton
 
-from lightning_indexer.cache import CacheFormat, IndexCache, is_packed
+from lightning_indexer.cache import CacheFormat, Fp8Format, IndexCache, is_packed
 from lightning_indexer.checks import require
 from lightning_indexer.kernels import decode as decode_kernels
 from lightning_indexer.kernels import prefill as prefill_kernels
 from lightning_indexer.kernels import select as select_kernels
-from lightning_indexer.policy import converts_e4m3, decode_policy, decode_programs, device_facts, prefill_policy
+from lightning_indexer.kernels import write as write_kernels
+from lightning_indexer.norm_rope import NormRope
+from lightning_indexer.policy import converts_e4m3, decode_policy, decode_programs, device_facts, prefill_policy, write_policy
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import (
@@ -511,3 +513,94 @@ def prefill(
             PDL=policy.pdl,
             **policy.merge_options(),
         )
+
+
+@on_its_device
+def _write(
+    keys: torch.Tensor,
+    cache: IndexCache,
+    slot_mapping: torch.Tensor,
+    q: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rules: NormRope | None,
+    out: torch.Tensor | None,
+) -> None:
+    rows, dim = keys.shape
+    if not rows:
+        return
+    facts = device_facts(keys.device)
+    format = KERNEL_FORMATS.get(cache.format.name, "plain")
+    pages = cache.data if format == "plain" else cache.data.view(torch.uint8)
+    policy = write_policy(facts, rows)
+    heads = 0 if q is None else q.shape[1]
+    queries = keys if q is None else q
+    made = keys if out is None else out
+    written = made.view(torch.uint8) if made.element_size() == 1 else made
+    units = (_unit(keys, 1), _unit(pages, 1), _unit(queries, queries.dim() - 1), _unit(written, written.dim() - 1))
+    key_unit, page_unit, q_unit, out_unit = units
+    write_kernels.write_kernel[(-(-rows // policy.rows), 1 + heads)](
+        keys,
+        slot_mapping,
+        slot_mapping.stride(0),
+        pages,
+        pages if cache.scale is None else cache.scale,
+        queries,
+        written,
+        slot_mapping if positions is None else positions,
+        0 if positions is None else positions.stride(0),
+        keys if rules is None else rules.query_weight,
+        keys if rules is None else rules.key_weight,
+        keys if rules is None else rules.frequency,
+        rows,
+        cache.num_pages * cache.spec.block_size,
+        keys.stride(0) // key_unit,
+        pages.stride(0) // page_unit,
+        0 if cache.scale is None else cache.scale.stride(0),
+        queries.stride(0) // q_unit,
+        queries.stride(1) // q_unit,
+        written.stride(0) // out_unit,
+        written.stride(1) // out_unit,
+        0.0 if rules is None else rules.eps,
+        KEY_UNIT=key_unit,
+        PAGE_UNIT=page_unit,
+        Q_UNIT=q_unit,
+        OUT_UNIT=out_unit,
+        BLOCK=cache.spec.block_size,
+        DIM=dim,
+        ROW=pages.shape[2],
+        ROWS=policy.rows,
+        FORMAT=format,
+        SCALED=cache.scale is not None,
+        LARGEST=cache.format.largest if isinstance(cache.format, Fp8Format) else 0.0,
+        NORM=rules is not None,
+        ROTARY=0 if rules is None else rules.rotary_dim,
+        OUT_FNUZ=made.dtype == torch.float8_e4m3fnuz,
+        NATIVE=converts_e4m3(facts),
+        PDL=policy.pdl,
+        **policy.options(),
+    )
+
+
+def _unit(tensor: torch.Tensor, dims: int) -> int:
+    """Elements in 16 bytes if address and the first `dims` strides are multiples of that, else 1."""
+    elements = ALIGNED // tensor.element_size()
+    aligned = tensor.data_ptr() % ALIGNED == 0 and all(stride % elements == 0 for stride in tensor.stride()[:dims])
+    return elements if aligned else 1
+
+
+def write(cache: IndexCache, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store keys by slot."""
+    _write(keys, cache, slot_mapping, None, None, None, None)
+
+
+def norm_rope_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cache: IndexCache,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    rules: NormRope,
+    out: torch.Tensor,
+) -> None:
+    """Norm and rotate queries into `out` and keys into the cache."""
+    _write(k, cache, slot_mapping, q, positions, rules, out)

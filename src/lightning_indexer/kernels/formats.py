@@ -242,17 +242,23 @@ def e4m3_of(code, scale):
         low < 2, low.to(tl.float32) * 0.5, (((low >> 1) + 126 << 23) | ((low & 1) << 22)).to(tl.float32, bitcast=True)
     )
     product = tl.where(code > 7, -value, value) * scale
-    return e4m3_code(product)
+    return e4m3_code(product, False)
 
 
 @triton.jit
-def e4m3_code(value):
-    """float32 to the nearest e4m3fn, ties to even, as a code 0 to 255; larger values become the largest, NaN stays."""
+def e4m3_code(value, FNUZ: tl.constexpr):
+    """float32 to the nearest e4m3 code 0 to 255, ties to even; larger values become the largest, NaN stays."""
+    BIAS: tl.constexpr = 119 if FNUZ else 120  # of float32 less that of e4m3
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # The lowest normal value is 2^-6; below it codes count units of 2^-9.
-    subnormal = ((magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)) & 15
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    code = tl.where(magnitude < (121 << 23), subnormal, tl.minimum(normal, 126))
-    code = tl.where(magnitude > 0x7F800000, 127, code)
-    return code | tl.where(bits < 0, 128, 0)
+    # Below the lowest normal value codes count units: those of the last place of a float32 around `unit`.
+    unit: tl.constexpr = 8192.0 if FNUZ else 16384.0
+    subnormal = ((magnitude.to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True)) & 15
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (BIAS << 3)
+    code = tl.where(magnitude < ((BIAS + 1) << 23), subnormal, tl.minimum(normal, 127 if FNUZ else 126))
+    if FNUZ:  # has one NaN, and no -0
+        code = tl.where((bits < 0) & (code > 0), code | 128, code)
+        code = tl.where(magnitude > 0x7F800000, 128, code)
+    else:
+        code = tl.where(magnitude > 0x7F800000, 127, code) | tl.where(bits < 0, 128, 0)
+    return code
