@@ -9,9 +9,10 @@ import torch
 from support import NAN, OUT_OF_CACHE, Inputs, lengths
 from test_gpu import SKEWED, assert_same_rows, assert_scores, row_lengths, torch_selection
 from test_gpu_peer import Virtual
+from test_write import FORMATS, cache_of, contents, slots_of, wild
 
 import lightning_indexer as li
-from lightning_indexer import ops
+from lightning_indexer import ops, torch_backend
 from lightning_indexer.policy import converts_e4m3, device_facts
 from lightning_indexer.spec import IndexerSpec, Shard
 
@@ -244,6 +245,64 @@ def test_virtual_ranks(pools, format, queries):
             ranks.finish()
             for rank in range(world):
                 assert_same_rows(ids[rank], want[ranks.own(rank)])
+
+
+@pytest.mark.parametrize("spec", [SPEC, IndexerSpec(head_dim=64, block_size=64)], ids=["D128", "D64"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_writer(format, spec):
+    """The bytes that torch writes: wild numbers out of a strided projection, slots outside, few rows and many."""
+    for rows in (90, 5_000):
+        pages = -(-rows // spec.block_size)
+        slots = slots_of(rows, spec, pages).to(DEVICE)
+        projected = wild(rows, 3 * spec.head_dim).view(rows, 3, spec.head_dim).to(DEVICE)
+        caches = []
+        for keys in (projected[:, 1], projected.half()[:, 1], projected.bfloat16()[:, 1]):
+            pair = []
+            for _ in range(2):
+                cache = cache_of(format, spec, pages)
+                scale = None if cache.scale is None else cache.scale.to(DEVICE)
+                pair.append(li.IndexCache.wrap(cache.data.to(DEVICE), spec, cache.format.name, scale))
+            inside = (slots >= 0) & (slots < pages * spec.block_size)
+            pair[0].store_tokens(keys[inside], slots[inside])
+            pair[1].write(keys, slots)
+            caches.append(pair)
+        for wanted, got in caches:
+            for one, other in zip(contents(got), contents(wanted), strict=True):
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])
+def test_norm_and_rotation(format, queries):
+    """torch's numbers but for those that fall to the other side of a middle; in a graph, in place where dtypes agree."""
+    if format == "bf16" and queries == "e4m3":
+        pytest.skip("bf16 caches are scored with bf16")
+    rows, generator = 300, torch.Generator().manual_seed(8)
+    rules = li.NormRope(*(0.3 * torch.randn(2, DIM, generator=generator)).bfloat16().to(DEVICE))
+    projected = torch.randn(rows, 5, DIM, generator=generator).bfloat16().to(DEVICE)
+    q, k = projected[:, :4], projected[:, 4]
+    positions = torch.randint(1 << 20, (rows,), generator=generator).to(DEVICE)
+    slots = torch.randperm(384, generator=generator)[:rows].to(DEVICE)
+    caches = [li.IndexCache.empty(3, SPEC, format, DEVICE) for _ in range(2)]
+    for cache in caches:
+        cache.data.view(torch.uint8).zero_()
+    wanted, got = (torch.empty(q.shape, dtype=QUERIES[queries], device=DEVICE) for _ in range(2))
+    torch_backend.norm_rope_write(q, k, caches[0], slots, positions, rules, wanted)
+    rules(q, k, caches[1], slots, positions, out=got)
+    for one, other, step in (
+        (got.float(), wanted.float(), 2**-3 if queries == "e4m3" else 2**-7),
+        (caches[1].dequantize(), caches[0].dequantize(), {"bf16": 2**-7, "fp8": 2**-3, "nvfp4": 0.7}[format]),
+    ):
+        assert ((one - other).abs() <= step * other.abs() + 2**-4 * (format == "nvfp4") + 2**-9).all()
+        assert (one == other).float().mean() > 0.99
+    first = got.clone()
+    again = q.clone() if queries == "bf16" else got.zero_()
+    graph = torch.cuda.CUDAGraph()
+    caches[1].data.view(torch.uint8).zero_()
+    with torch.cuda.graph(graph):
+        rules(again if queries == "bf16" else q, k, caches[1], slots, positions, out=again)
+    graph.replay()
+    assert torch.equal(again.view(torch.uint8), first.view(torch.uint8))
 
 
 def test_refusals():

@@ -32,6 +32,7 @@ from lightning_indexer.bench.results import ResultFile, load_result, parse_resul
 from lightning_indexer.bench.roofs import measure_roofs
 from lightning_indexer.bench.run import Facts, Result, measure
 from lightning_indexer.bench.timing import QUICK, Protocol
+from lightning_indexer.bench.write import measure_writes
 from lightning_indexer.cache import FORMATS
 from lightning_indexer.checks import require
 from lightning_indexer.doctor.command import doctor
@@ -45,6 +46,7 @@ from lightning_indexer.terminal import (
     PlainCommand,
     Progress,
     check_writable,
+    json_option,
     output_options,
     write_json,
 )
@@ -337,6 +339,49 @@ def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: l
     alone = [case.own for case in ranks]
     exchange = partial(measure_exchange, world, heads, rows)
     _bench([*ranks, *alone], **options, exchange=exchange)
+
+
+@bench.command("write", cls=BenchCommand)
+@click.option(
+    "--format", "formats", type=click.Choice(["bf16", "fp8", "nvfp4"]), multiple=True, help="Repeatable.  [default: all]"
+)
+@click.option("--rows", default="128,4096,65536", callback=_numbers, help="Keys of a layer.")
+@click.option("--heads", type=click.IntRange(0), default=4, help="Of queries that are normed and rotated beside the keys.")
+@click.option("--quick", is_flag=True, help="Fewer replays.")
+@click.option("--device", default="cuda", help="A CUDA or HIP device.")
+@click.option("--commit", help="What is measured.  [default: HEAD of the checkout]")
+@output_options(json_option())
+def bench_write(
+    formats: tuple[str, ...],
+    rows: list[int],
+    heads: int,
+    quick: bool,
+    device: str,
+    commit: str | None,
+    json_path: Path | None,
+    force: bool,
+) -> None:
+    """Time writing the keys of one layer: by slot alone, then with norm and rotation of keys and queries."""
+    check_writable(force, json_path)
+    where = _gpu(device)
+    protocol = QUICK if quick else Protocol()
+    progress = Progress()
+    try:
+        with torch.cuda.device(where):
+            facts = Facts.read(where, commit)
+            progress("roofs", 0, 1)
+            roofs = measure_roofs(protocol, where)
+            chosen = formats or ("bf16", "fp8", "nvfp4")
+            written = measure_writes(chosen, rows, heads, where, facts.l2_bytes, roofs.read_tbps, protocol, progress)
+    except (ValueError, WrongSelectionError) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        progress.close()
+    result = Result(facts, roofs, [], [], False)
+    click.echo(f"\n{report.header(result, protocol.replays)}\n{report.write_table(written)}")
+    told = result.as_json()
+    told["rows"] = [row.as_json() for row in written]
+    write_json(json_path, told)
 
 
 def _bench(

@@ -26,7 +26,7 @@ def warmup(
     order: str = "score",
     page_size: int | None = None,
 ) -> None:
-    """Run `decode`, with and without a step plan, and `prefill` once on almost nothing.
+    """Run `decode`, with and without a step plan, `prefill` and `IndexCache.write` once on almost nothing.
 
     Kernels depend on these arguments and on `spec`, not on batch, table width, lengths or bounds: after this call no shape
     compiles anything.
@@ -49,6 +49,8 @@ def warmup(
     check_int("heads", heads, 1)
     cache = IndexCache.empty(1, spec, cache_format, device)
     cache.data.view(torch.uint8).zero_()
+    keys = torch.zeros(1, spec.head_dim, dtype=torch.bfloat16, device=device)
+    cache.write(keys, torch.zeros(1, dtype=torch.int64, device=device))
     block_table = torch.zeros(1, BLOCKS, dtype=torch.int32, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
     plan = plan_step(one, spec=spec, max_seq_len=BLOCKS * spec.block_size, order=order, cache_format=cache_format)

@@ -77,6 +77,9 @@ def case_name(row: dict[str, Any]) -> str:
     op = row["op"]
     if op == "exchange":
         return f"exchange, {row['world']} ranks, {row['rows']} rows"
+    if op == "write":
+        beside = f", norm and rotation, H {row['heads']}" if row["heads"] else ""
+        return f"write, {row['rows']:,} rows, {row['format']}{beside}"
     if op == "prefill":
         return f"prefill, H {row['heads']}, {row['tokens']:,} after {row['prefix']:,}"
     if "lengths" in row:
