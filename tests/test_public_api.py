@@ -137,6 +137,7 @@ def test_exported_names():
         "ContextParallelIndexer",
         "IndexCache",
         "IndexerSpec",
+        "NormRope",
         "Shard",
         "SparseTable",
         "StepPlan",

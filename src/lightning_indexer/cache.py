@@ -121,7 +121,9 @@ class NvFp4Format:
 
     def store(self, keys: torch.Tensor) -> torch.Tensor:
         groups = keys.float().view(*keys.shape[:-1], keys.shape[-1] // GROUP, GROUP)
-        scales = saturated(groups.abs().amax(dim=-1) / E2M1_LARGEST, torch.float8_e4m3fn)
+        # By a tensor: on a GPU torch multiplies with the reciprocal of a number instead.
+        largest = torch.tensor(E2M1_LARGEST, device=keys.device)
+        scales = saturated(groups.abs().amax(dim=-1) / largest, torch.float8_e4m3fn)
         divisor = scales.float()[..., None]
         magnitudes = torch.where(divisor == 0, 0.0, groups.abs() / divisor)
         codes = sum((magnitudes > middle) if even else (magnitudes >= middle) for middle, even in E2M1_MIDDLES)
@@ -273,7 +275,8 @@ class IndexCache:
         page, offset = slots // self.spec.block_size, slots % self.spec.block_size
         if self.scale is not None and isinstance(self.format, Fp8Format):
             keys = keys.float()
-            factor = keys.abs().amax(dim=-1) / self.format.largest
+            # By a tensor: on a GPU torch multiplies with the reciprocal of a number instead.
+            factor = keys.abs().amax(dim=-1) / torch.tensor(self.format.largest, device=keys.device)
             factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
             self.scale[page, offset] = factor
             keys = keys / factor[:, None]

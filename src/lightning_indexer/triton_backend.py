@@ -35,7 +35,7 @@ KERNEL_FORMATS = {"bf16": "plain", "fp16": "plain", "fp8": "fp8", "fp8_fnuz": "f
 ALIGNED = 16  # bytes
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
 TILE_KEYS = 4096  # keys that a prefill tile holds in registers
-MIN_SPLIT_BLOCKS = 4  # blocks of context that are worth a split
+MIN_SPLIT_BLOCKS = 2  # blocks of context that are worth a split
 MERGE_COLUMNS = 4  # of a prefill tile that one program merges
 MERGE_LANES = 128  # candidates of each that it sorts at once; no less than twice the largest K
 

@@ -68,8 +68,11 @@ def parse_result(told: Any, name: str) -> ResultFile:
 
 
 def identity(row: dict[str, Any]) -> str:
-    """Which case a row is of, whatever it measured."""
-    return json.dumps({key: value for key, value in row.items() if key not in MEASURED}, sort_keys=True)
+    """Which case a row is of, whatever it measured. Queries in the cache's format go without saying, as in older files."""
+    told = {key: value for key, value in row.items() if key not in MEASURED}
+    if told.get("queries") == told.get("format"):
+        told.pop("queries", None)
+    return json.dumps(told, sort_keys=True)
 
 
 def case_name(row: dict[str, Any]) -> str:
