@@ -415,7 +415,7 @@ def test_owned_heads(heads, world, expected):
         ({"rank": 2, "world": 2}, "rank: expected an int from 0 to 1, got 2"),
         ({"rank": -1, "world": 2}, "rank: expected an int from 0 to 1, got -1"),
         ({"rank": 0, "world": 0}, "world: expected an int >= 1, got 0"),
-        ({"by": "token"}, "by: expected 'block', got 'token'"),
+        ({"by": "token"}, "by: expected 'block' or 'page', got 'token'"),
     ],
 )
 def test_shard_refuses(values, message):

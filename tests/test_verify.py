@@ -199,3 +199,19 @@ def test_table_is_aligned():
         "a           1",
         "long name  20",
     ]
+
+
+def test_ranks_that_hold_a_part_of_the_cache_each():
+    done = run("verify", "--input", "random", "--shard-by", "page", "--world", "1,3,4", "--heads", "12", "--context", "3000")
+    assert done.exit_code == 0, done.output
+    assert "Proven: on 1, 3, 4 ranks" in done.output
+
+
+def test_bytes_of_pages_that_are_held():
+    """Three requests, the last page of each half full; ranks own what the table says."""
+    spec = li.IndexerSpec(block_size=64, head_dim=64)
+    block_table = torch.tensor([[0, 2, 4, 1], [3, 5, 9, 9], [7, 9, 9, 9]], dtype=torch.int32)
+    seq_lens = torch.tensor([64 * 3 + 32, 64 + 32, 0], dtype=torch.int32)
+    own = [index_bytes(seq_lens, spec, 10, li.Shard(rank, 2, "page"), block_table) for rank in range(2)]
+    assert own == [10 * 64 * 3, 10 * (32 + 64 + 32)]
+    assert sum(own) == index_bytes(seq_lens, spec, 10, li.Shard())

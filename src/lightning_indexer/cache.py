@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
-from lightning_indexer.spec import IndexerSpec, check_spec
+from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -258,6 +258,20 @@ class IndexCache:
         from lightning_indexer.ops import backend_of  # which takes caches itself
 
         backend_of(self.device).write(self, keys, slot_mapping)
+
+    def held_by(self, shard: Shard) -> "IndexCache":
+        """A copy of the pages that a rank holds where a group holds the cache once: this one's `rank`, `rank + world`, ...
+
+        One page, of zeros, where the rank holds none. With `by="block"` every rank holds the whole cache: no copy.
+        """
+        if shard.by == "block":
+            return self
+        data = _as_bytes(self.data)[shard.rank :: shard.world].clone()
+        scale = None if self.scale is None else self.scale[shard.rank :: shard.world].clone()
+        if not len(data):
+            data = data.new_zeros((1, *data.shape[1:]))
+            scale = None if scale is None else scale.new_zeros((1, *scale.shape[1:]))
+        return IndexCache(data.view(self.data.dtype), self.spec, self.format, scale)
 
     def load_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys of some pages as the scorer sees them: page ids `[n]`, clamped into the cache, to `[n, B, D]` float32."""

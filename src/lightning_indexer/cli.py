@@ -97,6 +97,12 @@ main.add_command(plan)
 @click.option(
     "--cache", "format", type=click.Choice(list(FORMATS)), help="Format to store the keys in.  [default: as they come]"
 )
+@click.option(
+    "--shard-by",
+    type=click.Choice(["block", "page"]),
+    default="block",
+    help="page: each rank holds 1/P of the pages, and nothing of the others (on the CPU).",
+)
 @click.option("--device", default="cpu", help="cpu: ranks are processes, over gloo; cuda: threads that share the GPU.")
 @click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
 def verify(
@@ -108,6 +114,7 @@ def verify(
     seed: int,
     device: str,
     format: str | None,
+    shard_by: str,
     **options: Any,
 ) -> None:
     """Show that context-parallel ranks select what one rank selects, and what the model itself selects.
@@ -121,10 +128,11 @@ def verify(
         for world in worlds:
             IndexerSpec(num_heads=heads).owned_heads(0, world)
         where = torch.device("cpu") if device == "cpu" else _gpu(device)
+        require(shard_by == "block" or where.type == "cpu", "--shard-by", f"block on {device}", shard_by)
         cases = _cases(source, context, text, seed, progress, **options)
         if format is not None:
             cases = [case.stored_as(format) for case in cases]
-        outcomes = list(compare(cases, worlds, progress, where))
+        outcomes = list(compare(cases, worlds, progress, where, shard_by))
         masses = [attention_mass(case) for case in cases if case.attention_heads]
     except (ValueError, ImportError) as error:
         raise click.ClickException(str(error)) from error
@@ -139,6 +147,7 @@ def verify(
         parameters |= {
             "device": device,
             "cache": format,
+            "shard_by": shard_by,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": platform.machine(),

@@ -9,6 +9,7 @@ of all blocks, and the merged ids are those of `lightning_indexer.decode` on the
 """
 
 import dataclasses
+import itertools
 import platform
 import zlib
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from lightning_indexer import calibration, custom_op
 from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, Message, require_agreement
 from lightning_indexer.arguments import (
     INT32,
+    check_chunks,
     check_ids_out,
     check_lengths,
     check_order,
@@ -77,8 +79,9 @@ class _MicroBatch:
 class ContextParallelIndexer:
     """Decode-time block selection over the ranks of a group. One instance serves every layer.
 
-    Every rank holds the whole index-K cache, owns some index heads (`IndexerSpec.owned_heads`) and gets their ids. All
-    ranks must call `decode` alike: same rows, requests, lengths and query length. Page numbers may differ between ranks.
+    Every rank holds the whole index-K cache, or with `shard_by="page"` the pages that it owns, owns some index heads
+    (`IndexerSpec.owned_heads`) and gets their ids. All ranks must call `decode` alike: same rows, requests, lengths and query
+    length. Page numbers may differ between ranks that hold the whole cache each.
 
     Args:
         spec: geometry and rules; `spec.num_heads` counts the heads of the whole group.
@@ -95,6 +98,9 @@ class ContextParallelIndexer:
             "collective" is "sharded": there the choice is fixed for the instance, and so for every graph.
         timeout: seconds to wait for a missing rank at construction and in each step; None takes the group's own, and a
             minute within kernels.
+        shard_by: "block" (every rank holds the whole cache, and scores logical block `b` if `b % P` is its number) or "page"
+            (on the CPU: it holds physical page `p` as its page `p // P` if `p % P` is its number, and scores what it holds;
+            see `Shard`). By page every step is shared, as no other rank could score its blocks.
         threshold: pages for "auto"; None has `warmup` measure them, and shares every step until then. See `thresholds`.
         micro_batches: steps that may be in flight at once, each on a stream of its own.
 
@@ -114,6 +120,7 @@ class ContextParallelIndexer:
         device: torch.device | str,
         transport: str = "auto",
         dispatch: str = "auto",
+        shard_by: str = "block",
         timeout: float | None = None,
         threshold: int | None = None,
         micro_batches: int = 1,
@@ -132,6 +139,7 @@ class ContextParallelIndexer:
             check_int("max_seq_len", max_seq_len, 1)
             check_choice("transport", transport, ("auto", "collective", "peer"))
             check_choice("dispatch", dispatch, ("auto", "sharded", "replicated"))
+            check_choice("shard_by", shard_by, ("block", "page"))
             check_int("micro_batches", micro_batches, 1)
             if threshold is not None:
                 check_int("threshold", threshold, 0)
@@ -139,6 +147,9 @@ class ContextParallelIndexer:
             require(transport != "collective" or process, "transport", '"peer" for virtual ranks', repr(transport))
             gpu = backend_of(self.device).on_gpu
             require(process or gpu, "group", "processes, on the CPU", "virtual ranks")
+            require(shard_by == "block" or not gpu, "shard_by", '"block" on a GPU', repr(shard_by))
+            whole = shard_by == "block" or dispatch != "replicated"
+            require(whole, "dispatch", '"sharded" or "auto" where pages are sharded', repr(dispatch))
             require(transport != "peer" or gpu, "transport", '"collective" or "auto" on the CPU', repr(transport))
             return {
                 **dataclasses.asdict(spec),
@@ -147,6 +158,7 @@ class ContextParallelIndexer:
                 "device": self.device.type,
                 "transport": transport,
                 "dispatch": dispatch,
+                "shard_by": shard_by,
                 "threshold": threshold,
                 "micro_batches": micro_batches,
                 "arithmetic": arithmetic(self.device),
@@ -158,7 +170,7 @@ class ContextParallelIndexer:
         self.max_rows = max_rows
         self.max_seq_len = max_seq_len
         self.owned_heads = spec.owned_heads(self.rank, self.world)
-        self.shard = Shard(self.rank, self.world)
+        self.shard = Shard(self.rank, self.world, shard_by)
         self._batches = [_MicroBatch(spec, max_rows, self.device) for _ in range(micro_batches)]
         alone = dispatch == "replicated" or self.world == 1
         self.transport = None if alone else self._connect(transport)
@@ -369,8 +381,8 @@ class ContextParallelIndexer:
         Args:
             q: `[T, h, D]`, the owned heads, gathered here; or `[T, H, D]`, all heads, which skips the gather. Alike on
                 all ranks. `T >= R*Q`; rows past `R*Q` are padding and get -1.
-            cache: this rank's replica, an `IndexCache` or a `[pages, B, D]` tensor.
-            block_table: `[R, max_blocks]` int32, this rank's pages.
+            cache: this rank's replica, or its own pages, an `IndexCache` or a `[pages, B, D]` tensor.
+            block_table: `[R, max_blocks]` int32, this rank's pages; with `shard_by="page"` those of the whole group.
             seq_lens: `[R]` int32, the same on all ranks; at most `max_seq_len` and what the table can hold.
             query_len: Q, rows per request; on a GPU at most 16.
             order: "score" (the total order) or "block" (ascending ids).
@@ -438,6 +450,65 @@ class ContextParallelIndexer:
         elif q.shape[0]:
             batch.peer.decode(q, *rest, order, sparse_table, step.out, plan, batch.workspace, dry)
         return step.out
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        q: torch.Tensor,
+        cache: IndexCache | torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        order: str = "score",
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The ids of `lightning_indexer.prefill` for the owned heads, with every rank scoring its blocks. On the CPU.
+
+        Chunks go through `decode` in pieces of up to `max_rows` rows, each with an exchange of its own, so memory does not
+        grow with the chunk.
+
+        Args:
+            q: `[T, h, D]` or `[T, H, D]`, `T >= cu_seqlens_q[R]`; T may exceed `max_rows`.
+            cache, block_table, order: as in `decode`.
+            cu_seqlens_q: `[R+1]` int32 or int64, first row of each request, then the number of rows; starts at 0.
+            seq_lens: `[R]` int32, cached prefix plus chunk of each request.
+            out: `[h, T, K]` int32.
+
+        Returns:
+            `[h, T, K]` int32 logical block ids, left-packed, -1 padded; rows outside every chunk are -1.
+
+        Raises:
+            ValueError, RuntimeError: as `decode`; or a GPU, where `lightning_indexer.prefill` scores the owned heads.
+        """
+        spec, owned = self.spec, len(self.owned_heads)
+
+        def check() -> tuple[list[int], list[int], torch.Tensor]:
+            require(self.device.type == "cpu", "device", "cpu, for a prefill over ranks", self.device.type)
+            checked = as_cache(cache, spec)
+            check_tensor("q", q, ("T", "heads", spec.head_dim), checked.format.query_dtypes, self.device)
+            counts = f"{owned} owned or all {spec.num_heads} heads"
+            require(q.shape[1] in (owned, spec.num_heads), "q", counts, f"{q.shape[1]} heads")
+            check_tensor("seq_lens", seq_lens, ("R",), INT32, self.device, unit_stride=False)
+            bounds_shape, dtypes = (len(seq_lens) + 1,), (torch.int32, torch.int64)
+            check_tensor("cu_seqlens_q", cu_seqlens_q, bounds_shape, dtypes, self.device, unit_stride=False)
+            longest = min(check_table(block_table, seq_lens, spec, None), self.max_seq_len)
+            check_lengths(seq_lens, self.max_seq_len, "max_seq_len")
+            bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+            check_chunks(bounds, lengths, q.shape[0], longest)
+            check_order(order)
+            return bounds, lengths, check_ids_out(out, owned, q.shape[0], spec, self.device)
+
+        told = self._agree("prefill", check, lambda checked: {"bounds": checked[0], "lengths": checked[1]})
+        bounds, lengths, ids = told
+        ids.fill_(-1)
+        for request, (start, end) in enumerate(itertools.pairwise(bounds)):
+            for first in range(start, end, self.max_rows):
+                last = min(end, first + self.max_rows)
+                seen = torch.tensor([lengths[request] - (end - last)], dtype=torch.int32)
+                table, rows = block_table[request : request + 1], slice(first, last)
+                self.decode(q[rows], cache, table, seen, query_len=last - first, order=order, out=ids[:, rows])
+        return ids
 
     def _plan(self, batch: _MicroBatch, step: _Step, query_len: int, order: str) -> StepPlan:
         """A plan for one call, in memory that a graph finds again."""

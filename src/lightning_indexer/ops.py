@@ -92,8 +92,10 @@ def score_blocks(
         spec: geometry and rules.
         query_len: Q, rows per request.
         max_seq_len: bound for `seq_lens`; None takes all that the table can hold.
-        shard: whose blocks to score; None is the whole context.
-        out: `[H, T, L]` float32, `L = ceil(ceil(max_seq_len / B) / world)`; slot `l` is block `l * world + rank`.
+        shard: whose blocks to score; None is the whole context. `by="page"`: on the CPU, `cache` holds the rank's own pages,
+            and the table tells pages of the whole group.
+        out: `[H, T, L]` float32, `L = ceil(ceil(max_seq_len / B) / world)`; slot `l` is block `l * world + rank`. By page
+            `L = ceil(max_seq_len / B)`, slot `l` is block `l`, and only owned ones are written.
 
     Returns:
         `out`, of which only slots of visible blocks were written; a new tensor holds -inf elsewhere.
@@ -101,8 +103,8 @@ def score_blocks(
     Raises:
         ValueError: an argument's shape, dtype, device or stride, or a length above the bound.
     """
-    shard = check_shard(shard)
     cache, longest = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
+    shard = check_shard(shard, q.device)
     shape = (q.shape[1], q.shape[0], shard.width(visible_blocks(longest, spec.block_size)))
     if out is None:
         out = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
@@ -119,6 +121,7 @@ def select_keys(
     spec: IndexerSpec,
     query_len: int = 1,
     shard: Shard | None = None,
+    block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The first K candidates of a shard, as packed keys (`lightning_indexer.key`) in descending order.
@@ -130,6 +133,7 @@ def select_keys(
         spec: geometry and rules; forced blocks are forced here, by their logical id.
         query_len: Q, rows per request.
         shard: whose blocks these are; None is the whole context.
+        block_table: `[R, max_blocks]` int32; needed by page only, to tell which blocks are owned.
         out: `[H, T, K]` int64.
 
     Returns:
@@ -138,17 +142,24 @@ def select_keys(
     Raises:
         ValueError: an argument's shape, dtype, device or stride, or a length with more blocks than `scores` has.
     """
-    shard = check_shard(shard)
     check_tensor("scores", scores, ("H", "T", "L"), (torch.float32,))
+    shard = check_shard(shard, scores.device)
     check_rows("scores", scores.shape[1], seq_lens, spec, query_len, scores.device)
     heads, rows, width = scores.shape
-    blocks = width * shard.world + shard.rank  # the most of which the shard owns no more than `width`
+    # The most of which the shard owns no more than `width`.
+    blocks = width if shard.by == "page" else width * shard.world + shard.rank
     longest = min(blocks * spec.block_size, torch.iinfo(torch.int32).max)
     check_lengths(seq_lens, longest, f"scores ({width} slots)")
     if out is None:
         out = torch.empty(heads, rows, spec.topk, dtype=torch.int64, device=scores.device)
     check_tensor("out", out, (heads, rows, spec.topk), (torch.int64,), scores.device)
-    backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out)
+    if shard.by == "page":
+        require(block_table is not None, "block_table", 'a table, for a shard by="page"', "None")
+        assert block_table is not None
+        check_table(block_table, seq_lens, spec, None)
+        torch_backend.select_page_keys(scores, block_table, seq_lens, spec, query_len, shard, out)
+    else:
+        backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out)
     return out
 
 
@@ -278,7 +289,7 @@ def plan_step(
     check_int("max_seq_len", max_seq_len, 0)
     check_choice("cache_format", cache_format, tuple(FORMATS))
     packed = is_packed(FORMATS[cache_format])
-    return make_plan(seq_lens, check_spec(spec), max_seq_len, order, check_shard(shard), None, packed, out)
+    return make_plan(seq_lens, check_spec(spec), max_seq_len, order, check_shard(shard, seq_lens.device), None, packed, out)
 
 
 def make_plan(

@@ -136,9 +136,15 @@ def _first(config: Any, nested: Any, names: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class Shard:
-    """The blocks of one rank: `by="block"` gives logical block `b` to rank `b % world`, as its local block `b // world`.
+    """The blocks of one rank. `Shard()` is the whole context.
 
-    Every rank of a group holds the whole cache and scores its own blocks; `Shard()` is the whole context.
+    `by="block"`: logical block `b` belongs to rank `b % world`, as its local block `b // world`. Every rank holds the whole
+    cache.
+
+    `by="page"`: physical page `p` belongs to rank `p % world`, which holds it as its local page `p // world`; no other rank
+    does. Whoever allocates pages needs to know nothing of it: prefixes may be shared between requests and pages used again.
+    Of a request a rank may own any number of blocks: with pages taken at random about a share of 1 / world, with pages in a
+    row the same number but for one; at worst, where all its pages are multiples of `world`, one rank owns them all.
 
     Raises:
         ValueError: `rank` outside `[0, world)`, or another rule.
@@ -151,16 +157,45 @@ class Shard:
     def __post_init__(self) -> None:
         check_int("world", self.world, 1)
         check_int("rank", self.rank, 0, self.world - 1)
-        check_choice("by", self.by, ("block",))
+        check_choice("by", self.by, ("block", "page"))
 
     def width(self, blocks: int) -> int:
-        """L, local slots for a context of up to `blocks` blocks: `ceil(blocks / world)`, the same on every rank."""
-        return -(-blocks // self.world)
+        """L, local slots for scores of a context of up to `blocks` blocks, the same on every rank.
+
+        By block `ceil(blocks / world)`, slot `l` for block `l * world + rank`; by page one for each block.
+        """
+        return blocks if self.by == "page" else -(-blocks // self.world)
 
     def count(self, visible: Count) -> Count:
-        """How many of the first `visible` logical blocks this rank owns: of an int or elementwise of a tensor."""
+        """By block: how many of the first `visible` logical blocks this rank owns: of an int or elementwise of a tensor."""
         return (visible - self.rank + self.world - 1) // self.world
 
     def blocks(self, width: int, device: torch.device | str) -> torch.Tensor:
-        """Logical block ids of the local slots `0 .. width-1`: `local * world + rank`. `[width]` int64."""
+        """By block: logical block ids of the local slots `0 .. width-1`: `local * world + rank`. `[width]` int64."""
         return torch.arange(width, device=device) * self.world + self.rank
+
+    def owned_blocks(self, pages: torch.Tensor) -> torch.Tensor:
+        """Logical blocks of a request that this rank owns, ascending: pages `[n]` of its blocks to `[owned]` int64."""
+        if self.by == "page":
+            return (pages % self.world == self.rank).nonzero().squeeze(1)
+        return self.blocks(self.count(len(pages)), pages.device)
+
+    def local_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Page ids of owned blocks as this rank's own cache numbers them."""
+        return pages // self.world if self.by == "page" else pages
+
+    def pages_held(self, num_pages: int) -> int:
+        """Of `num_pages` pages, those that this rank holds; by block all of them."""
+        return self.count(num_pages) if self.by == "page" else num_pages
+
+    def local_slots(self, slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
+        """Slots `page * B + offset` as this rank's own cache numbers them, -1 for those of other ranks: `[n]` int64.
+
+        The same for all layers of a step. With it `IndexCache.write` and `NormRope` store the keys of the rank's pages, and
+        ignore the others.
+        """
+        if self.by == "block":
+            return slot_mapping
+        page = slot_mapping // block_size
+        own = (slot_mapping >= 0) & (page % self.world == self.rank)
+        return torch.where(own, page // self.world * block_size + slot_mapping % block_size, -1)

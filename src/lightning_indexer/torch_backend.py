@@ -61,33 +61,39 @@ def prefill_tiles(
             yield Rows(q[where], lengths, block_table[request], where)
 
 
-def score_rows(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard, out: torch.Tensor) -> None:
-    """Write the scores of one request's rows over its shard: `out` `[H, rows, L]`, visible slots only."""
+def score_rows(
+    rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard, blocks: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the scores of one request's rows over some blocks of a shard: `out` `[H, rows, blocks]`, visible ones only."""
     count, heads, dim = rows.q.shape
     block = spec.block_size
-    shortest, longest = int(rows.lengths.min()), int(rows.lengths.max())
+    shortest = int(rows.lengths.min())
     visible = visible_blocks(rows.lengths, block)
-    owned = shard.count(visible_blocks(longest, block))
     queries = rows.q.reshape(count * heads, dim).float()
     tile = max(1, min(TILE_TOKENS, TILE_PRODUCTS // queries.shape[0]) // block)
-    for first in range(0, owned, tile):
-        slots = slice(first, min(first + tile, owned))
-        blocks = shard.blocks(owned, rows.q.device)[slots]
-        keys = cache.load_pages(rows.pages[blocks])
-        dots = fixed_dots(keys.view(-1, dim), queries).view(len(blocks), block, count, heads)
-        if (int(blocks[-1]) + 1) * block > shortest:
-            positions = (blocks[:, None] * block + torch.arange(block, device=blocks.device))[..., None]
+    for first in range(0, len(blocks), tile):
+        slots = slice(first, min(first + tile, len(blocks)))
+        some = blocks[slots]
+        keys = cache.load_pages(shard.local_pages(rows.pages[some]))
+        dots = fixed_dots(keys.view(-1, dim), queries).view(len(some), block, count, heads)
+        if (int(some[-1]) + 1) * block > shortest:
+            positions = (some[:, None] * block + torch.arange(block, device=some.device))[..., None]
             dots = dots.masked_fill((positions >= rows.lengths)[..., None], -torch.inf)
         scores = dots.amax(dim=1).permute(2, 1, 0)  # [H, rows, tile]; amax keeps NaN
-        seen = blocks < visible[:, None]
+        seen = some < visible[:, None]
         out[:, :, slots] = torch.where(seen, scores, out[:, :, slots])
 
 
-def row_keys(scores: torch.Tensor, lengths: torch.Tensor, spec: IndexerSpec, shard: Shard) -> torch.Tensor:
-    """First K candidates of scored rows: scores `[H, rows, L]`, lengths `[rows]` to keys `[H, rows, K]` int64."""
+def owned_blocks(rows: Rows, spec: IndexerSpec, shard: Shard) -> torch.Tensor:
+    """Blocks of a request that the shard owns and its last row sees, ascending."""
+    return shard.owned_blocks(rows.pages[: visible_blocks(int(rows.lengths.max()), spec.block_size)])
+
+
+def row_keys(scores: torch.Tensor, lengths: torch.Tensor, spec: IndexerSpec, blocks: torch.Tensor) -> torch.Tensor:
+    """First K candidates of scored rows, `[H, rows, K]` int64: scores `[H, rows, n]` of blocks `[n]`, lengths `[rows]`."""
     keys = pack_keys(
         scores,
-        shard.blocks(scores.shape[-1], scores.device),
+        blocks,
         visible_blocks(lengths, spec.block_size)[:, None],
         init_blocks=spec.init_blocks,
         local_blocks=spec.local_blocks,
@@ -98,10 +104,10 @@ def row_keys(scores: torch.Tensor, lengths: torch.Tensor, spec: IndexerSpec, sha
 
 def candidates(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard) -> torch.Tensor:
     """Scores and first K candidates of one request's rows over a shard: `[H, rows, K]` int64."""
-    width = shard.count(visible_blocks(int(rows.lengths.max()), spec.block_size))
-    scores = torch.empty(rows.q.shape[1], rows.q.shape[0], width, dtype=torch.float32, device=rows.q.device)
-    score_rows(rows, cache, spec, shard, scores)
-    return row_keys(scores, rows.lengths, spec, shard)
+    blocks = owned_blocks(rows, spec, shard)
+    scores = torch.empty(rows.q.shape[1], rows.q.shape[0], len(blocks), dtype=torch.float32, device=rows.q.device)
+    score_rows(rows, cache, spec, shard, blocks, scores)
+    return row_keys(scores, rows.lengths, spec, blocks)
 
 
 def query_dtypes(format: CacheFormat, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -126,7 +132,13 @@ def score_blocks(
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
     for rows in decode_requests(q, block_table, seq_lens.clamp(max=longest), query_len):
-        score_rows(rows, cache, spec, shard, out[:, rows.where])
+        blocks = owned_blocks(rows, spec, shard)
+        if shard.by == "block":
+            score_rows(rows, cache, spec, shard, blocks, out[:, rows.where, : len(blocks)])
+        else:
+            scores = out[:, rows.where][..., blocks]
+            score_rows(rows, cache, spec, shard, blocks, scores)
+            out[:, rows.where, blocks] = scores
 
 
 def decode_keys(
@@ -172,9 +184,25 @@ def decode(
 def select_keys(
     scores: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, query_len: int, shard: Shard, out: torch.Tensor
 ) -> None:
-    """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`."""
+    """First K candidates of each row of `scores` `[H, T, L]`, of a shard by block, into `out` `[H, T, K]`."""
     lengths = decode_lengths(seq_lens, query_len, scores.shape[1])
-    out.copy_(row_keys(scores, lengths, spec, shard))
+    out.copy_(row_keys(scores, lengths, spec, shard.blocks(scores.shape[-1], scores.device)))
+
+
+def select_page_keys(
+    scores: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    shard: Shard,
+    out: torch.Tensor,
+) -> None:
+    """First K candidates of each row of `scores` `[H, T, N]`, of a shard by page, into `out` `[H, T, K]`."""
+    out.zero_()
+    for rows in decode_requests(scores.transpose(0, 1), block_table, seq_lens, query_len):
+        blocks = owned_blocks(rows, spec, shard)
+        out[:, rows.where] = row_keys(scores[:, rows.where][..., blocks], rows.lengths, spec, blocks)
 
 
 def merge_keys(

@@ -9,15 +9,23 @@ from lightning_indexer.spec import IndexerSpec, Shard
 KEY_BYTES = 8
 
 
-def index_bytes(seq_lens: torch.Tensor, spec: IndexerSpec, token_bytes: int, shard: Shard) -> int:
+def index_bytes(
+    seq_lens: torch.Tensor, spec: IndexerSpec, token_bytes: int, shard: Shard, block_table: torch.Tensor | None = None
+) -> int:
     """Index-K bytes that the owner of `shard` reads in one layer of a decode step.
 
         sum over requests of (tokens in owned blocks) * token_bytes
 
-    The queries of a request share one read. Args: `seq_lens` `[R]`; `token_bytes` per token of one layer.
+    The queries of a request share one read. Args: `seq_lens` `[R]`; `token_bytes` per token of one layer; `block_table`
+    `[R, max_blocks]`, which tells what a shard by page owns.
     """
     lengths = seq_lens.long().clamp(min=0)
     blocks = visible_blocks(lengths, spec.block_size)
+    if shard.by == "page":
+        assert block_table is not None
+        every = torch.arange(block_table.shape[1], device=block_table.device)
+        held = (lengths[:, None] - every * spec.block_size).clamp(0, spec.block_size)
+        return int(torch.where(block_table % shard.world == shard.rank, held, 0).sum()) * token_bytes
     tokens = shard.count(blocks) * spec.block_size
     owns_last = (blocks > 0) & ((blocks - 1) % shard.world == shard.rank)
     unfilled = blocks * spec.block_size - lengths

@@ -83,10 +83,13 @@ class _Expected:
     overlap: float | None  # with the selection of the keys as given, if others are scored
 
 
-def compare(cases: list[Case], worlds: list[int], progress: Progress, device: torch.device = CPU) -> Iterator[Outcome]:
+def compare(
+    cases: list[Case], worlds: list[int], progress: Progress, device: torch.device = CPU, shard_by: str = "block"
+) -> Iterator[Outcome]:
     """Outcomes of every case on every number of ranks.
 
-    Each rank gets its own heads' queries and the whole cache, as in an engine. Its ids must be, bit for bit and order
+    Each rank gets its own heads' queries and the whole cache, as in an engine, or with `shard_by="page"`, on the CPU, a copy
+    of the pages that it holds and nothing else. Its ids must be, bit for bit and order
     included, those that the reference selects from the unsharded operator's scores; the unsharded operator must select the
     same. Against the model's own blocks sets are compared, `torch.topk` leaves ties open; where a case's keys are stored in
     another format, that is counted and no fault.
@@ -100,13 +103,13 @@ def compare(cases: list[Case], worlds: list[int], progress: Progress, device: to
     for world in worlds:
         progress(f"{len(cases)} cases on {world} ranks", 0, 1)
         if device.type == "cpu":
-            results = run_ranks(world, lambda rank: _run_cases(cases, None, device))
+            results = run_ranks(world, lambda rank: _run_cases(cases, None, device, shard_by))
         else:
             moved = [case.to(device) for case in cases]
             results = run_virtual(world, lambda ranks: _run_on_gpu(moved, ranks, device))  # noqa: B023 (called at once)
         for number, case in enumerate(cases):
             progress(f"comparing, {world} ranks", number, len(cases))
-            yield _judge(case, world, expected[number], [ids[number] for ids in results])
+            yield _judge(case, world, expected[number], [ids[number] for ids in results], shard_by)
 
 
 def attention_mass(case: Case) -> Mass:
@@ -158,7 +161,9 @@ def _run_on_gpu(cases: list[Case], ranks: VirtualRank, device: torch.device) -> 
         return _run_cases(cases, ranks, device)
 
 
-def _run_cases(cases: list[Case], ranks: VirtualRank | None, device: torch.device) -> list[torch.Tensor]:
+def _run_cases(
+    cases: list[Case], ranks: VirtualRank | None, device: torch.device, shard_by: str = "block"
+) -> list[torch.Tensor]:
     """This rank's ids for every case, `[h, T, K]` each, on the CPU."""
     found = []
     indexers: dict[li.IndexerSpec, li.ContextParallelIndexer] = {}
@@ -167,7 +172,13 @@ def _run_cases(cases: list[Case], ranks: VirtualRank | None, device: torch.devic
     for case in cases:
         if case.spec not in indexers:
             indexer = li.ContextParallelIndexer(
-                case.spec, ranks, max_rows=most_rows, max_seq_len=max(1, longest), device=device, dispatch="sharded"
+                case.spec,
+                ranks,
+                max_rows=most_rows,
+                max_seq_len=max(1, longest),
+                device=device,
+                dispatch="sharded",
+                shard_by=shard_by,
             )
             if device.type != "cpu":  # ranks share the GPU
                 formats = {other.keys.format.name for other in cases}
@@ -177,14 +188,16 @@ def _run_cases(cases: list[Case], ranks: VirtualRank | None, device: torch.devic
         indexer = indexers[case.spec]
         heads = indexer.owned_heads
         q = case.q[:, heads.start : heads.stop]
-        found.append(indexer.decode(q, case.keys, case.block_table, case.seq_lens, query_len=case.query_len).cpu())
+        keys = case.keys.held_by(indexer.shard)
+        found.append(indexer.decode(q, keys, case.block_table, case.seq_lens, query_len=case.query_len).cpu())
         indexer.raise_if_failed()
     return found
 
 
-def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tensor]) -> Outcome:
+def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tensor], shard_by: str) -> Outcome:
     spec, token_bytes = case.spec, case.keys.token_bytes
-    shards = [li.Shard(rank, world) for rank in range(world)]
+    shards = [li.Shard(rank, world, shard_by) for rank in range(world)]
+    read = [index_bytes(case.seq_lens, spec, token_bytes, shard, case.block_table) for shard in shards]
     outcome = Outcome(
         case=case.name,
         world=world,
@@ -195,7 +208,7 @@ def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tens
         near_ties=0,
         differing=0,
         index_bytes=index_bytes(case.seq_lens, spec, token_bytes, li.Shard()),
-        index_bytes_cp=max(index_bytes(case.seq_lens, spec, token_bytes, shard) for shard in shards),
+        index_bytes_cp=max(read),
         exchange_bytes=exchange_bytes(spec, world, case.q.element_size()),
         overlap=expected.overlap,
     )
