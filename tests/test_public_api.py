@@ -129,7 +129,8 @@ def test_signature(call):
 def test_options_are_keyword_only(call):
     for name, parameter in inspect.signature(call).parameters.items():
         tensors = ("self", "q", "cache", "block_table", "seq_lens", "scores", "keys", "cu_seqlens_q")
-        assert (parameter.kind is parameter.KEYWORD_ONLY) == (name not in tensors), name
+        optional = (call, name) == (li.select_keys, "block_table")
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == (name not in tensors or optional), name
 
 
 def test_exported_names():
@@ -138,12 +139,14 @@ def test_exported_names():
         "IndexCache",
         "IndexerSpec",
         "NormRope",
+        "PageMove",
         "Shard",
         "SparseTable",
         "StepPlan",
         "Workspace",
         "decode",
         "merge_keys",
+        "page_moves",
         "plan_step",
         "prefill",
         "score_blocks",

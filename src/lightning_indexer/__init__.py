@@ -3,6 +3,7 @@
 
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.indexer import ContextParallelIndexer
+from lightning_indexer.movement import PageMove, page_moves
 from lightning_indexer.norm_rope import NormRope
 from lightning_indexer.ops import decode, merge_keys, plan_step, prefill, score_blocks, select_keys
 from lightning_indexer.precompile import warmup
@@ -17,12 +18,14 @@ __all__ = [
     "IndexCache",
     "IndexerSpec",
     "NormRope",
+    "PageMove",
     "Shard",
     "SparseTable",
     "StepPlan",
     "Workspace",
     "decode",
     "merge_keys",
+    "page_moves",
     "plan_step",
     "prefill",
     "score_blocks",

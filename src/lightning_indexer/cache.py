@@ -273,6 +273,44 @@ class IndexCache:
             scale = None if scale is None else scale.new_zeros((1, *scale.shape[1:]))
         return IndexCache(data.view(self.data.dtype), self.spec, self.format, scale)
 
+    @torch.no_grad()
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Some pages as they are stored, scales included: page ids `[n]` int64 to bytes `[n, page_bytes]` on this device.
+
+        Raises:
+            ValueError: not int64, on another device, or on the CPU an id outside the cache.
+        """
+        self._check_pages(pages)
+        keys = self._raw.index_select(0, pages).flatten(1).view(torch.uint8)
+        if self.scale is None:
+            return keys
+        return torch.cat((keys, self.scale.index_select(0, pages).view(torch.uint8)), dim=1)
+
+    @torch.no_grad()
+    def write_pages(self, pages: torch.Tensor, data: torch.Tensor) -> None:
+        """Put pages back that `read_pages` took out, of this cache or another of the same geometry and format.
+
+        Args:
+            pages: `[n]` int64, distinct.
+            data: `[n, page_bytes]` uint8.
+
+        Raises:
+            ValueError: as `read_pages`, or bytes of another format.
+        """
+        self._check_pages(pages)
+        check_tensor("data", data, (len(pages), self.page_bytes), (torch.uint8,), self.device)
+        keys = data[:, : self._raw[0].numel() * self._raw.element_size()].contiguous()
+        self._raw[pages] = keys.view(self._raw.dtype).view(len(pages), *self._raw.shape[1:])
+        if self.scale is not None:
+            self.scale[pages] = data[:, keys.shape[1] :].contiguous().view(torch.float32)
+
+    def _check_pages(self, pages: torch.Tensor) -> None:
+        check_tensor("pages", pages, ("n",), (torch.int64,), self.device)
+        if self.device.type == "cpu" and len(pages):
+            found = f"{int(pages.min())} to {int(pages.max())}"
+            inside = int(pages.min()) >= 0 and int(pages.max()) < self.num_pages
+            require(inside, "pages", f"ids below {self.num_pages}", found)
+
     def load_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys of some pages as the scorer sees them: page ids `[n]`, clamped into the cache, to `[n, B, D]` float32."""
         inside = pages.clamp(0, self.num_pages - 1)

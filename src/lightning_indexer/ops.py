@@ -121,8 +121,8 @@ def select_keys(
     spec: IndexerSpec,
     query_len: int = 1,
     shard: Shard | None = None,
-    block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The first K candidates of a shard, as packed keys (`lightning_indexer.key`) in descending order.
 
@@ -133,8 +133,8 @@ def select_keys(
         spec: geometry and rules; forced blocks are forced here, by their logical id.
         query_len: Q, rows per request.
         shard: whose blocks these are; None is the whole context.
-        block_table: `[R, max_blocks]` int32; needed by page only, to tell which blocks are owned.
         out: `[H, T, K]` int64.
+        block_table: `[R, max_blocks]` int32; needed by page only, to tell which blocks are owned.
 
     Returns:
         `[H, T, K]` int64, 0 where a row has fewer than K blocks in the shard.
