@@ -217,7 +217,7 @@ def minimax_m3_index_decode(
     _check_exact_rows("idx_q", rows, seq_lens, spec, decode_query_len, idx_q.device)
     check_tensor("block_table", block_table, (len(seq_lens), "max_blocks"), INT32, idx_q.device)
     fused = (attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride)
-    table = _sparse_table(*fused, heads, visible_blocks(max_seq_len, BLOCK_SIZE), idx_q.device)
+    table = sparse_table(*fused, heads=heads, device=idx_q.device, blocks=visible_blocks(max_seq_len, BLOCK_SIZE))
     if completion_counter is not None:
         check_tensor("completion_counter", completion_counter, (heads, "rows"), INT32, idx_q.device)
         count, contiguous = completion_counter.shape[1], completion_counter.is_contiguous()
@@ -372,7 +372,7 @@ class IndexerCPDecode:
         """
         _check_scale("scale", scale)
         fused = (attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride)
-        table = _sparse_table(*fused, self.local_heads, 0, local_q.device)
+        table = sparse_table(*fused, heads=self.local_heads, device=local_q.device)
         cache = wrap_cache(kv_cache, self.indexer.spec, local_q)
         step = (local_q, cache, block_table, seq_lens)
         return self.indexer.decode(*step, query_len=query_len, sparse_table=table, out=out)
@@ -477,8 +477,38 @@ def merge_topk_keys(
     heads, _, topk = topk_idx.shape
     spec = li.IndexerSpec(topk=topk, init_blocks=init_blocks, local_blocks=local_blocks, tie_break=tie_break)
     fused = (attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride)
-    table = _sparse_table(*fused, heads, 0, topk_idx.device)
+    table = sparse_table(*fused, heads=heads, device=topk_idx.device)
     return li.merge_keys(keys, seq_lens, spec=spec, query_len=query_len, sparse_table=table, out=topk_idx)
+
+
+def sparse_table(
+    pages: torch.Tensor | None,
+    table_out: torch.Tensor | None,
+    lengths_out: torch.Tensor | None,
+    page_stride: int | None,
+    *,
+    heads: int,
+    device: torch.device,
+    blocks: int = 0,
+) -> li.SparseTable | None:
+    """The table of `[T, K*8]` that vLLM describes by four arguments, all given or none; for one head.
+
+    It must cover `blocks` blocks; what else depends on the step is checked by the operator that fills it.
+    """
+    given = [value is not None for value in (pages, table_out, lengths_out, page_stride)]
+    if not any(given):
+        return None
+    names = "attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride"
+    if pages is None or table_out is None or lengths_out is None or page_stride is None:
+        raise ValueError(f"{names}: expected all of them or none, got {sum(given)} of 4")
+    require(heads == 1, "sparse_block_table_out", "one index head", f"{heads} heads")
+    strides = (BLOCK_PAGES, 2 * BLOCK_PAGES)
+    require(page_stride in strides, "block_page_stride", f"{strides[0]} or {strides[1]}", repr(page_stride))
+    check_tensor("attention_block_table", pages, ("R", "max_blocks"), INT32, device)
+    require(pages.shape[1] >= blocks, "attention_block_table", f"at least {blocks} columns", pages.shape[1])
+    check_tensor("sparse_block_table_out", table_out, ("T", "pages"), INT32, device)
+    check_tensor("sparse_context_lens_out", lengths_out, ("T",), INT32, device)
+    return li.SparseTable(pages, table_out, lengths_out, page_size=PAGE_SIZE, page_stride=page_stride)
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
@@ -539,29 +569,3 @@ def _first_rows(out: torch.Tensor | None, heads: int, rows: int, topk: int, devi
     check_tensor("out", out, (heads, "rows", topk), INT32, device)
     require(out.shape[1] >= rows, "out", f"at least {rows} rows", f"{out.shape[1]} rows")
     return out[:, :rows]
-
-
-def _sparse_table(
-    pages: torch.Tensor | None,
-    table_out: torch.Tensor | None,
-    lengths_out: torch.Tensor | None,
-    page_stride: int | None,
-    heads: int,
-    blocks: int,
-    device: torch.device,
-) -> li.SparseTable | None:
-    """The table that four arguments describe; shapes that depend on the step are checked by the operator that fills it."""
-    given = [value is not None for value in (pages, table_out, lengths_out, page_stride)]
-    if not any(given):
-        return None
-    names = "attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride"
-    if pages is None or table_out is None or lengths_out is None or page_stride is None:
-        raise ValueError(f"{names}: expected all of them or none, got {sum(given)} of 4")
-    require(heads == 1, "sparse_block_table_out", "one index head", f"{heads} heads")
-    strides = (BLOCK_PAGES, 2 * BLOCK_PAGES)
-    require(page_stride in strides, "block_page_stride", f"{strides[0]} or {strides[1]}", repr(page_stride))
-    check_tensor("attention_block_table", pages, ("R", "max_blocks"), INT32, device)
-    require(pages.shape[1] >= blocks, "attention_block_table", f"at least {blocks} columns", pages.shape[1])
-    check_tensor("sparse_block_table_out", table_out, ("T", "pages"), INT32, device)
-    check_tensor("sparse_context_lens_out", lengths_out, ("T",), INT32, device)
-    return li.SparseTable(pages, table_out, lengths_out, page_size=PAGE_SIZE, page_stride=page_stride)

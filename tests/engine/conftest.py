@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings for tests that import vLLM: its CUDA wheel on a CPU, its Triton kernels through the interpreter.
+
+They run in an environment of their own (`make test-vllm`); elsewhere they are not collected.
+"""
+
+import importlib.util
+import os
+
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM then takes Triton without a driver
+    "TRITON_INTERPRET": "1",
+    "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # to choose one would take a driver
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+os.environ.update(ENVIRONMENT)
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
