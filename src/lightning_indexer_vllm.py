@@ -4,6 +4,8 @@
 vLLM asks `select_indexer_impl_cls` for the class that selects the blocks of a sparse layer, and on ROCm
 `select_msa_indexer_impl_cls` first. Both are replaced once their modules have been imported; until then an import costs one
 comparison more. Neither does anything new unless `minimax_m3_indexer_cp` or our own option asks for it.
+
+A module of its own: vLLM loads it whatever model is served, and `lightning_indexer` takes a while to import.
 """
 
 import functools
