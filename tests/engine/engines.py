@@ -65,6 +65,7 @@ def config_of(world: int = 1, *, cp: bool = False, options: dict | None = None, 
     config = VllmConfig(attention_config=attention, additional_config=section)
     config.parallel_config.tensor_parallel_size = world
     config.parallel_config.decode_context_parallel_size = changes.get("dcp", 1)
+    config.cache_config.block_size = 128
     config.scheduler_config.max_num_seqs = changes.get("max_num_seqs", 8)
     config.scheduler_config.max_num_batched_tokens = changes.get("max_num_batched_tokens", 64)
     sparse = {**GEOMETRY, **changes.get("sparse", {})}
@@ -109,8 +110,8 @@ def buffer_of(config: VllmConfig, head_major: bool = False) -> torch.Tensor:
     return torch.full((*shape, sparse["sparse_topk_blocks"]), -77, dtype=torch.int32)
 
 
-def layer_of(config: VllmConfig, number: int = 0, *, buffer: torch.Tensor | None = None, **changes: Any) -> Any:
-    """vLLM's own indexer module of one layer, whose implementation vLLM chooses."""
+def layer_arguments(config: VllmConfig, number: int = 0, *, buffer: torch.Tensor | None = None, **changes: Any) -> Any:
+    """What the model constructs a layer's indexer from."""
     sparse = config.model_config.hf_text_config.sparse_attention_config
     heads = owned(config.parallel_config.tensor_parallel_size, sparse["sparse_num_index_heads"])
     arguments: dict[str, Any] = {
@@ -126,7 +127,12 @@ def layer_of(config: VllmConfig, number: int = 0, *, buffer: torch.Tensor | None
         "indexer_kv_dtype": config.attention_config.resolve_indexer_kv_dtype("bf16"),
         "topk_indices_buffer": buffer,
     }
-    return base.MiniMaxM3Indexer(**{**arguments, **changes})
+    return {**arguments, **changes}
+
+
+def layer_of(config: VllmConfig, number: int = 0, **changes: Any) -> Any:
+    """vLLM's own indexer module of one layer, whose implementation vLLM chooses."""
+    return base.MiniMaxM3Indexer(**layer_arguments(config, number, **changes))
 
 
 def bind(layer: Any, pages: torch.Tensor) -> None:

@@ -18,10 +18,10 @@ from lightning_indexer.ops import backend_of, check_device
 from lightning_indexer.vllm import interface
 from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits, shared_indexer
 from lightning_indexer.vllm.ops import sparse_table
-from lightning_indexer.vllm.options import Options, Setting
+from lightning_indexer.vllm.options import FORMATS, Options, Setting
 
 logger = logging.getLogger("vllm.lightning_indexer")  # below vLLM's, for its handlers
-ADVICE = "to run without it, leave out the option that asks for it, or uninstall lightning-indexer"
+ADVICE = "To run without it, leave out the option that asks for it, or uninstall lightning-indexer"
 
 
 def asked() -> bool:
@@ -46,18 +46,16 @@ def choose(module: Any, *, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> 
     if not reasons:
         setting = read_setting(topk_blocks, indexer_kv_dtype)
         reasons = setting.refusals(Options.read(get_current_vllm_config().additional_config))
-        reasons = reasons or device_refusals(setting)
+        reasons = reasons or device_refusals(FORMATS[indexer_kv_dtype], setting.head_dim, setting.block_size)
     if reasons:
-        raise ValueError(
-            f"lightning-indexer {li.__version__} cannot serve this engine: {'; '.join(reasons)}. {ADVICE.capitalize()}."
-        )
+        raise ValueError(f"lightning-indexer {li.__version__} cannot serve this engine: {'; '.join(reasons)}. {ADVICE}.")
     return LightningIndexerImpl
 
 
 def read_setting(topk: int, cache_dtype: str) -> Setting:
     """What of the current vLLM configuration matters here."""
     config = get_current_vllm_config()
-    sparse = _sparse_config(config)
+    sparse = sparse_config(config)
     parallel = config.parallel_config
     return Setting(
         context_parallel=config.attention_config.minimax_m3_indexer_cp,
@@ -76,13 +74,13 @@ def read_setting(topk: int, cache_dtype: str) -> Setting:
     )
 
 
-def device_refusals(setting: Setting) -> list[str]:
-    """Why this process's device cannot score a cache of the engine's format; empty if it can."""
+def device_refusals(format: str, head_dim: int, block_size: int) -> list[str]:
+    """Why this process's device cannot score a cache of a format; empty if it can."""
     try:
         device = check_device(_device())
-        spec = li.IndexerSpec(setting.heads, setting.head_dim, setting.block_size, setting.topk, 0, 0)
-        cache = IndexCache.empty(1, spec, setting.format, device)
-        q = torch.empty(1, 1, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
+        spec = li.IndexerSpec(head_dim=head_dim, block_size=block_size)
+        cache = IndexCache.empty(1, spec, format, device)
+        q = torch.empty(1, 1, head_dim, dtype=cache.format.query_dtypes[0], device=device)
         backend_of(device).check_operands(q, cache)
     except ValueError as error:
         return [str(error)]
@@ -92,9 +90,18 @@ def device_refusals(setting: Setting) -> list[str]:
 class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[misc] # vLLM has no types here
     """One layer's indexer: vLLM's cache, metadata and buffers, our selection."""
 
+    index_cache: Any
+
     def __init__(self, **layer: Any) -> None:
         super().__init__(**layer)
-        self.engine = engine_of(self)
+        self.engine = self.make_engine()
+
+    def make_engine(self) -> EngineIndexer:
+        """The indexer that this layer shares with its like."""
+        config = get_current_vllm_config()
+        # vLLM gives queries the dtype of the cache.
+        cache = FORMATS[self.indexer_kv_dtype], self.index_cache.dtype
+        return shared_engine(self, *cache, config.attention_config.minimax_m3_indexer_cp)
 
     def forward(
         self,
@@ -106,57 +113,56 @@ class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[mis
         block_page_stride: int | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Ids of decode and of prefill rows, `[h, rows, K]` each, written to the shared buffer where there is one."""
+        steps = base.get_forward_context().attn_metadata
+        if not isinstance(steps, dict):
+            return None, None  # a profiling run: no cache is bound
+        step = steps[self.index_cache.prefix]
+        q = index_query[: step.num_actual_tokens].view(-1, self.num_index_heads, self.index_head_dim)
+        cache = IndexCache.wrap(self.index_cache.kv_cache, self.engine.kind.spec, self.engine.kind.format)
+        out = self.topk_indices_buffer
+        if out is not None and not base.current_platform.is_rocm():
+            out = out.transpose(0, 1)  # token-major there, head-major on ROCm; never told by shape
         fused = (attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride)
-        return select_layer(self, self.engine, index_query, *fused)
+        table = sparse_table(*fused, heads=self.num_index_heads, device=q.device)
+        return self.engine.select(self.index_cache.prefix, step, q, cache, out, table, dbo_current_ubatch_id())
 
 
-def select_layer(
-    layer: Any, engine: EngineIndexer, index_query: torch.Tensor, *fused: Any
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`forward` of a layer: what vLLM's forward context holds, handed to `EngineIndexer.select`."""
-    steps = base.get_forward_context().attn_metadata
-    if not isinstance(steps, dict):
-        return None, None  # a profiling run: no cache is bound
-    step = steps[layer.index_cache.prefix]
-    q = index_query[: step.num_actual_tokens].view(-1, layer.num_index_heads, layer.index_head_dim)
-    cache = IndexCache.wrap(layer.index_cache.kv_cache, engine.kind.spec, engine.kind.format)
-    out = layer.topk_indices_buffer
-    if out is not None and not base.current_platform.is_rocm():
-        out = out.transpose(0, 1)  # token-major there, head-major on ROCm; never told by shape
-    table = sparse_table(*fused, heads=layer.num_index_heads, device=q.device)
-    return engine.select(layer.index_cache.prefix, step, q, cache, out, table, dbo_current_ubatch_id())
+def shared_engine(layer: Any, format: str, query_dtype: torch.dtype, context_parallel: bool) -> EngineIndexer:
+    """The indexer that a layer shares with its like; see `make_engine`."""
+    rules = {"topk": layer.topk_blocks, "init_blocks": layer.init_blocks, "local_blocks": layer.local_blocks}
+    geometry = {"head_dim": layer.index_head_dim, "block_size": layer.block_size, **rules}
+    engine = make_engine(geometry, format, query_dtype, context_parallel)
+    owned = len(engine.indexer.owned_heads)
+    assert owned == layer.num_index_heads, f"{owned} owned heads, but the layer has {layer.num_index_heads}"
+    return engine
 
 
-def engine_of(layer: Any) -> EngineIndexer:
-    """The indexer that a layer shares with its like; the first one makes it, and says so in the log."""
+def make_engine(geometry: dict[str, int], format: str, query_dtype: torch.dtype, context_parallel: bool) -> EngineIndexer:
+    """The shared indexer for index caches of a format, within the current configuration's bounds. New ones say so in the log.
+
+    Args:
+        geometry: arguments of `IndexerSpec`, but for heads and tie rule.
+        format: our name of the index cache's format.
+        query_dtype: of the index queries.
+        context_parallel: whether the ranks share the work.
+    """
     config = get_current_vllm_config()
     options = Options.read(config.additional_config)
-    spec = li.IndexerSpec(
-        num_heads=_sparse_config(config)["sparse_num_index_heads"],
-        head_dim=layer.index_head_dim,
-        block_size=layer.block_size,
-        topk=layer.topk_blocks,
-        init_blocks=layer.init_blocks,
-        local_blocks=layer.local_blocks,
-        tie_break=options.tie_break,
-    )
-    setting = read_setting(layer.topk_blocks, layer.indexer_kv_dtype)
+    heads = sparse_config(config)["sparse_num_index_heads"]
     kind = Kind(
-        spec=spec,
+        spec=li.IndexerSpec(num_heads=heads, tie_break=options.tie_break, **geometry),
         limits=_limits(config),
         device=check_device(_device()),
-        format=setting.format,
-        query_dtype=layer.index_cache.dtype,  # vLLM gives queries the dtype of the cache
-        order=_order(layer.topk_blocks) if options.order == "auto" else options.order,
-        context_parallel=setting.context_parallel,
+        format=format,
+        query_dtype=query_dtype,
+        order=_order(geometry["topk"]) if options.order == "auto" else options.order,
+        context_parallel=context_parallel,
         tables=base.current_platform.is_rocm(),
         options=options,
     )
     engine, new = shared_indexer(kind, get_tp_group().device_group)
     if new and engine.indexer.rank == 0:
         logger.info(engine.describe())
-    owned = len(engine.indexer.owned_heads)
-    assert owned == layer.num_index_heads, f"{owned} owned heads, but the layer has {layer.num_index_heads}"
     return engine
 
 
@@ -171,7 +177,8 @@ def _limits(config: Any) -> Limits:
     )
 
 
-def _sparse_config(config: Any) -> Any:
+def sparse_config(config: Any) -> Any:
+    """The model's `sparse_attention_config`."""
     model = config.model_config.hf_config
     return getattr(model, "text_config", model).sparse_attention_config
 

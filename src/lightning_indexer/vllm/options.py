@@ -11,7 +11,7 @@ from lightning_indexer.spec import IndexerSpec
 
 SECTION = "lightning_indexer"  # of vLLM's additional_config
 PLATFORMS = ("cuda", "rocm", "cpu")
-FORMATS = {"bf16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8", "nvfp4": "nvfp4"}  # vLLM's name of an index cache dtype, and ours
+FORMATS = {"bf16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}  # of index caches that vLLM can fill: its name, and ours
 
 
 @dataclass(frozen=True)
