@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: reads options, calls the work, prints."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import click
 import torch
 
 import lightning_indexer
+from lightning_indexer import replay as replaying
 from lightning_indexer.bench import plot, report
 from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, RankCase, decode_set, prefill_set, rank_set
 from lightning_indexer.bench.cases import Case as BenchCase
@@ -208,6 +210,59 @@ def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+class BadInput(click.ClickException):
+    """A file or option that cannot be used: one line, exit code 2."""
+
+    exit_code = 2
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--world", "worlds", default="1,2,4", callback=_worlds, help="Numbers of ranks, comma-separated.")
+@click.option(
+    "--cache",
+    "format",
+    type=click.Choice(replaying.CACHE_FORMATS),
+    help="Format to store the keys in.  [default: as recorded]",
+)
+@click.option("--repeat", type=click.IntRange(1), default=5, help="Times that a call is timed.")
+@click.option("--device", default="cpu", help="cpu: ranks are processes, over gloo; cuda: threads that share the GPU.")
+@click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
+@click.option("--force", is_flag=True, help="Overwrite that file.")
+def replay(
+    file: Path, worlds: list[int], format: str | None, repeat: int, device: str, json_path: Path | None, force: bool
+) -> None:
+    """Run decode calls that an engine recorded on any number of ranks; compare and time them.
+
+    Every id must be the unsharded selection's, and the blocks those that the engine's ranks chose, unless the keys are stored
+    in another format. Exits 1 on any difference, 2 if FILE is no recording.
+    """
+    progress = Progress()
+    try:
+        if json_path is not None and json_path.exists() and not force:
+            raise BadInput(f"{json_path} is there already: --force overwrites it")
+        cases = replaying.cases(file, format)
+        for world in worlds:
+            cases[0].spec.owned_heads(0, world)
+        where = torch.device("cpu") if device == "cpu" else _gpu(device)
+        outcomes = list(compare(cases, worlds, progress, where))
+        times = replaying.time_calls(cases, worlds, repeat, progress, where)
+    except (ValueError, ImportError) as error:
+        raise BadInput(str(error)) from error
+    finally:
+        progress.close()
+    _print(outcomes, str(file))
+    click.echo(f"\nMilliseconds a call, median of {repeat}, slowest rank; ranks share this machine.\n")
+    click.echo(replaying.time_table(times))
+    click.echo("\n" + statement(outcomes))
+    if json_path is not None:
+        parameters = {"command": "replay", "file": str(file), "worlds": worlds, "device": device, "cache": format}
+        told = as_json(outcomes, [], {**parameters, "version": lightning_indexer.__version__, "torch": torch.__version__})
+        told["times"] = [dataclasses.asdict(row) for row in times]
+        json_path.write_text(json.dumps(told, indent=1) + "\n")
+    sys.exit(0 if all(outcome.passed for outcome in outcomes) else 1)
 
 
 @main.group()

@@ -139,7 +139,7 @@ def _expect(case: Case, device: torch.device) -> _Expected:
         tie_break=spec.tie_break,
     )
     unsharded = li.decode(*arguments, spec=spec, query_len=case.query_len).cpu()
-    if case.cache is None:
+    if not case.changed:
         return _Expected(scores, ids, unsharded, None)
     given = li.decode(moved.q, moved.pages, *arguments[2:], spec=spec, query_len=case.query_len).cpu()
     return _Expected(scores, ids, unsharded, _overlap(ids, given))
@@ -209,7 +209,7 @@ def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tens
             if case.chosen is not None and outcome.equal_model is not None:
                 chosen = case.chosen[head]
                 other = (found.sort(dim=-1).values != chosen.sort(dim=-1).values).any(dim=-1)
-                own_keys = case.cache is None  # other keys select other blocks, and that is no fault
+                own_keys = not case.changed  # other keys select other blocks, and that is no fault
                 for row in other.nonzero().flatten().tolist() if own_keys else ():
                     if (head, row) not in near:
                         near[head, row] = _is_near_tie(case, head, row, chosen[row], want[row])
