@@ -7,14 +7,15 @@ They run in an environment of their own (`make test-vllm`); elsewhere they are n
 import importlib.util
 import os
 
-ENVIRONMENT = {
-    "VLLM_TARGET_DEVICE": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",  # vLLM then takes Triton without a driver
-    "TRITON_INTERPRET": "1",
-    "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # to choose one would take a driver
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}
-os.environ.update(ENVIRONMENT)
+collect_ignore_glob = []
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob.append("test_*.py")
+else:
+    os.environ |= {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # vLLM then takes Triton without a driver
+        "TRITON_INTERPRET": "1",
+        "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # to choose one would take a driver
+        "VLLM_NO_USAGE_STATS": "1",
+    }

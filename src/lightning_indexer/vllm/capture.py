@@ -47,7 +47,7 @@ class Recorder:
         """
         if self.finished:
             return
-        seq_lens = decode.seq_lens.cpu()
+        seq_lens = decode.seq_lens.to("cpu", copy=True)  # the engine's own memory, which the next step overwrites
         if not len(seq_lens) or int(seq_lens.max()) < self.least_tokens:
             return
         pages, table = referenced(decode.block_table.cpu(), seq_lens, self.spec.block_size)
