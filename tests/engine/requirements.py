@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a vLLM wheel needs on a CPU: its requirements without the GPU's libraries, one a line.
 
-    python requirements.py vllm-0.33.0-....whl > requirements.txt
+python requirements.py vllm-0.33.0-....whl > requirements.txt
 """
 
 import sys
