@@ -65,7 +65,7 @@ def on_kernels(work):
 
 
 def test_a_plan_serves_the_layers_of_one_pass_and_no_more():
-    """The same metadata again, its lengths changed in place: draft tokens of a speculative step do so, and replays of graphs."""
+    """The same metadata again, its lengths changed in place, as between draft tokens of a speculative step."""
     first, second = requests([64 * 15, 70]), requests([64 * 2, 64 * 14 + 1], seed=1)
 
     def work(shared: EngineIndexer):

@@ -2,6 +2,7 @@
 """The ids that vLLM's layers get from our class: those of the contract, and those of vLLM's own classes."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import engines
 import pytest
@@ -9,6 +10,7 @@ import torch
 from engines import BATCHES, HEADS, Batch, base
 from support import owned_heads
 
+from lightning_indexer import reference
 from lightning_indexer.verify.ranks import run_ranks
 from lightning_indexer.vllm.indexer import LightningIndexerImpl
 
@@ -189,3 +191,45 @@ def test_a_profiling_run_selects_nothing_and_reads_no_cache():
             return result, bool((buffer == SENTINEL).all())
 
     assert run_ranks(2, work) == [((None, None), True)] * 2
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_on_rocm_decode_fills_the_sparse_table_of_the_one_head(world, monkeypatch):
+    """vLLM's module admits the four arguments there only, and holds the buffer head-major."""
+    batch, inputs = BATCHES["decode-padded"], inputs_of("decode-padded")
+    rows = batch.rows
+    platform = SimpleNamespace(is_rocm=lambda: True, is_cuda=lambda: False, is_cpu=lambda: True, device_type="cpu")
+
+    def work(rank: int):
+        config = config_for(batch, world, cp=True)
+        with engines.engine(config, rank):
+            buffer = engines.buffer_of(config, head_major=True)
+            layer = engines.layer_of(config, buffer=buffer)
+            engines.bind(layer, inputs.pages)
+            step = batch.metadata(config, inputs)
+            pages = torch.arange(step.decode.block_table.numel(), dtype=torch.int32).view_as(step.decode.block_table)
+            out = torch.full((rows, 16 * 8), SENTINEL, dtype=torch.int32)
+            held = torch.full((rows,), SENTINEL, dtype=torch.int32)
+            monkeypatch.setattr(base, "current_platform", platform)
+            q = inputs.q[:, owned_heads(rank, world, HEADS)].flatten(1)
+            with engines.set_forward_context({layer.index_cache.prefix: step}, config, num_tokens=rows):
+                layer(
+                    q,
+                    attention_block_table=pages,
+                    sparse_block_table_out=out,
+                    sparse_context_lens_out=held,
+                    block_page_stride=8,
+                )
+            return buffer[:, :rows], pages, out, held
+
+    for rank, (ids, pages, out, held) in enumerate(run_ranks(world, work)):
+        want = wanted("decode-padded")[owned_heads(rank, world, HEADS)]
+        assert torch.equal(ids, want)
+        lengths = [*batch.tokens, 0, 0]
+        for row, length in enumerate(lengths):
+            chosen = want[0, row].tolist()
+            table, tokens = reference.sparse_row(
+                chosen, length, pages[row].tolist(), block_size=128, page_size=16, page_stride=8
+            )
+            assert out[row].tolist() == table + [0] * (16 * 8 - len(table))
+            assert int(held[row]) == tokens
