@@ -221,6 +221,7 @@ SETTING = {
     "query_len": 1,
     "fused_decode": False,
     "full_graphs": True,
+    "sleep_mode": False,
 }
 
 
@@ -254,6 +255,10 @@ def test_settings_that_are_served(change):
         ({"fused_decode": True}, "kernel_config.monokernel: expected one that takes its blocks from the indexer: false"),
         ({"tensor_parallel": 3}, "world: expected a divisor or a multiple of num_heads (4), got 3"),
         ({"block_size": 16}, "block_size: expected one of (64, 128, 256), got 16"),
+        (
+            {"sleep_mode": True},
+            "enable_sleep_mode: expected false: the ranks exchange through memory that must stay, got true",
+        ),
         ({"query_len": 17}, "num_speculative_tokens: expected at most 15, got 16"),
     ],
 )

@@ -58,7 +58,7 @@ def config_of(world: int = 1, *, cp: bool = False, options: dict | None = None, 
         cp: `minimax_m3_indexer_cp`.
         options: our section of `additional_config`.
         drafts: speculative tokens.
-        changes: `topk`, `heads`, `kv_dtype`, `max_model_len`, `max_num_seqs`, `dcp`, `sparse` (further entries), `eager`.
+        changes: `topk`, `heads`, `kv_dtype`, `max_model_len`, `max_num_seqs`, `dcp`, `eager`, `sleep`, `sparse` (its entries).
     """
     attention = AttentionConfig(minimax_m3_indexer_cp=cp, indexer_kv_dtype=changes.get("kv_dtype", "auto"))
     section = {} if options is None else {SECTION: options}
@@ -79,6 +79,7 @@ def config_of(world: int = 1, *, cp: bool = False, options: dict | None = None, 
         dtype=torch.bfloat16,
         is_moe=False,
         enforce_eager=changes.get("eager", True),
+        enable_sleep_mode=changes.get("sleep", False),
     )
     object.__setattr__(config, "model_config", model)
     if drafts:

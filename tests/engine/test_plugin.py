@@ -22,6 +22,7 @@ import lightning_indexer_vllm as plugin
 from lightning_indexer.verify.ranks import run_ranks
 from lightning_indexer.vllm import engine, indexer, interface
 from lightning_indexer.vllm.indexer import LightningIndexerImpl
+from lightning_indexer.vllm.options import Options
 from lightning_indexer.vllm.worker import WorkerExtension
 
 
@@ -104,6 +105,17 @@ def test_the_aiter_module_of_this_vllm_has_the_function_that_is_replaced():
     assert indexer_msa.select_msa_indexer_impl_cls.lightning_indexer
 
 
+def test_vllms_command_line_takes_both_options():
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    attention, additional = '{"minimax_m3_indexer_cp": true}', '{"lightning_indexer": {"order": "block"}}'
+    given = parser.parse_args(["--attention-config", attention, "--additional-config", additional])
+    assert given.attention_config.minimax_m3_indexer_cp is True
+    assert Options.read(given.additional_config) == Options(order="block")
+
+
 # What is relied on.
 
 
@@ -157,6 +169,7 @@ REFUSALS = [
     pytest.param(
         2, {**CP, "sparse": {"sparse_score_type": "mean"}}, "sparse_score_type: expected 'max', got 'mean'", id="score"
     ),
+    pytest.param(2, {**CP, "sleep": True}, "enable_sleep_mode: expected false", id="sleep"),
     pytest.param(2, {**CP, "topk": 100}, "topk: expected an int from 1 to 64, got 100", id="topk"),
     pytest.param(2, {**CP, "sparse": {"sparse_index_dim": 96}}, "head_dim: expected one of (64, 128), got 96", id="dim"),
     pytest.param(2, {**CP, "options": {"capture": "/tmp/x", "eager": 1}}, "lightning_indexer: expected some of", id="unknown"),

@@ -71,6 +71,7 @@ def read_setting(topk: int, cache_dtype: str) -> Setting:
         query_len=max_decode_query_len(config),
         fused_decode=config.kernel_config.monokernel,
         full_graphs=_full_graphs(config),
+        sleep_mode=config.model_config.enable_sleep_mode,
     )
 
 

@@ -90,6 +90,7 @@ class Setting:
     query_len: int  # 1 + draft tokens
     fused_decode: bool  # a decode in one kernel, which selects for itself
     full_graphs: bool  # whole decode steps are replayed from graphs
+    sleep_mode: bool  # memory of the model may be taken away and given back
 
     @property
     def format(self) -> str:
@@ -121,6 +122,8 @@ class Setting:
             found.append(str(error))
         most = MAX_QUERY_LEN if self.platform != "cpu" else self.query_len
         need(self.query_len <= most, "num_speculative_tokens", f"at most {most - 1}", self.query_len - 1)
+        memory = "false: the ranks exchange through memory that must stay"
+        need(not self.sleep_mode, "enable_sleep_mode", memory, "true")
         if options.capture is not None:
             mode = 'a decode that is not replayed as a whole (--enforce-eager, or "cudagraph_mode": "PIECEWISE")'
             need(not self.full_graphs, "cudagraph_mode", f"{mode} for capture", "full graphs")
