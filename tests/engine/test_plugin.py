@@ -228,10 +228,11 @@ def test_a_cache_that_the_device_cannot_score_is_refused(monkeypatch):
     assert all("cache: expected format bf16, got fp8" in text for text in told)
 
 
-def test_a_dtype_without_a_scorer_is_refused():
+@pytest.mark.parametrize("label", ["mxfp4", "nvfp4"])
+def test_a_dtype_that_vllm_cannot_fill_is_refused(label):
     config = engines.config_of(1, options={"kernels": True})
-    told = on_one_rank(lambda rank: refusal(rank, config, indexer_kv_dtype="mxfp4"))
-    assert "indexer_kv_dtype: expected bf16 or fp8 or fp8_e4m3 or nvfp4, got 'mxfp4'" in told
+    told = on_one_rank(lambda rank: refusal(rank, config, indexer_kv_dtype=label))
+    assert f"indexer_kv_dtype: expected bf16 or fp8 or fp8_e4m3, got {label!r}" in told
 
 
 def test_a_fused_decode_that_selects_for_itself_is_refused():
