@@ -202,7 +202,10 @@ def test_another_safetensors_file_is_told(tmp_path):
         ({"block_table": torch.zeros(2, 9)}, "call 0: block_table: expected dtype int32, got dtype float32"),
         ({"ids": torch.zeros(4, 4, 5, dtype=torch.int32)}, "call 0: ids: expected shape [4, 4, 4], got shape [4, 4, 5]"),
         ({"pages": torch.zeros(12, 64, 128, dtype=torch.bfloat16)}, "call 0: cache: expected shape [pages, 128, 128]"),
-        ({"format": "int4"}, "call 0: cache: expected bf16 or fp16"),
+        ({"ids": torch.full((4, 4, 4), 9, dtype=torch.int32)}, "call 0: ids: expected blocks below 9, or -1, got others"),
+        ({"seq_lens": lengths(), "q": torch.zeros(0, 4, 128)}, "call 0: seq_lens: expected at least one request, got none"),
+        ({"format": "int4"}, "call 0: cache: expected 'bf16' or 'fp16'"),
+        ({"order": "page"}, "call 0: order: expected 'score' or 'block', got 'page'"),
         ({"query_len": 0}, "call 0: query_len: expected an int >= 1, got 0"),
     ],
 )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightning_indexer.cache import BYTE_FORMATS, FORMATS, IndexCache
-from lightning_indexer.checks import check_tensor, require
+from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.spec import IndexerSpec
 
 VERSION = "1"
@@ -60,20 +60,24 @@ class Call:
 
     def check(self, spec: IndexerSpec) -> None:
         """Raise ValueError unless the tensors fit each other and the geometry, whatever they hold."""
-        require(self.format in FORMATS, "cache", " or ".join(FORMATS), repr(self.format))
-        require(isinstance(self.query_len, int) and self.query_len > 0, "query_len", "an int >= 1", repr(self.query_len))
+        check_choice("cache", self.format, tuple(FORMATS))
+        check_int("query_len", self.query_len, 1)
+        check_choice("order", self.order, ("score", "block"))
         cache = self.cache(spec)
         check_tensor("seq_lens", self.seq_lens, ("R",), (torch.int32,))
         requests = len(self.seq_lens)
+        require(requests > 0, "seq_lens", "at least one request", "none")
         rows = requests * self.query_len
         check_tensor("q", self.q, (rows, spec.num_heads, spec.head_dim), cache.format.query_dtypes)
         check_tensor("ids", self.ids, (spec.num_heads, rows, spec.topk), (torch.int32,))
         check_tensor("block_table", self.block_table, (requests, "columns"), (torch.int32,))
-        longest = int(self.seq_lens.max()) if requests else 0
-        most = self.block_table.shape[1] * spec.block_size
+        columns, longest = self.block_table.shape[1], int(self.seq_lens.max())
+        most = columns * spec.block_size
         require(longest <= most, "seq_lens", f"at most {most} tokens, what block_table holds", longest)
         inside = bool(((self.block_table >= 0) & (self.block_table < cache.num_pages)).all())
         require(inside, "block_table", f"pages below {cache.num_pages}", "others")
+        inside = bool(((self.ids >= -1) & (self.ids < columns)).all())
+        require(inside, "ids", f"blocks below {columns}, or -1", "others")
 
 
 def referenced(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
