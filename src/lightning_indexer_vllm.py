@@ -11,6 +11,7 @@ A module of its own: vLLM loads it whatever model is served, and `lightning_inde
 import functools
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 
 COMMON = "vllm.models.minimax_m3.common.indexer"
 MSA = "vllm.models.minimax_m3.amd.indexer_msa"
+MARK = "lightning_indexer"  # attribute of a function that is ours
 
 
 def register() -> None:
@@ -31,36 +33,54 @@ def register() -> None:
 
 def install_common(module: ModuleType) -> None:
     """Replace the choice of `vllm.models.minimax_m3.common.indexer`."""
-    original = getattr(module, "select_indexer_impl_cls", None)
 
-    def select_indexer_impl_cls(*arguments: Any, **keywords: Any) -> Any:
-        from lightning_indexer.vllm.indexer import choose
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def select_indexer_impl_cls(*arguments: Any, **keywords: Any) -> Any:
+            if not _asked():
+                return original(*arguments, **keywords)
+            from lightning_indexer.vllm import interface
 
-        chosen = choose(module, **keywords)
-        if chosen is None and original is not None:
-            return original(*arguments, **keywords)
-        return chosen
+            interface.check(module)
+            from lightning_indexer.vllm.indexer import choose  # only now: a vLLM that differs may not even import it
 
-    _replace(module, "select_indexer_impl_cls", original, select_indexer_impl_cls)
+            return choose(**keywords)
+
+        return select_indexer_impl_cls
+
+    _replace(module, "select_indexer_impl_cls", replacement)
 
 
 def install_msa(module: ModuleType) -> None:
-    """Replace the choice of `vllm.models.minimax_m3.amd.indexer_msa`: where ours is asked for, it must not be taken."""
-    original = getattr(module, "select_msa_indexer_impl_cls", None)
+    """Replace the choice of `vllm.models.minimax_m3.amd.indexer_msa`: where ours is asked for, there is nothing to choose."""
 
-    def select_msa_indexer_impl_cls(*arguments: Any, **keywords: Any) -> Any:
-        from lightning_indexer.vllm.indexer import asked
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def select_msa_indexer_impl_cls(*arguments: Any, **keywords: Any) -> Any:
+            return None if _asked() else original(*arguments, **keywords)
 
-        return original(*arguments, **keywords) if original is not None and not asked() else None
+        return select_msa_indexer_impl_cls
 
-    _replace(module, "select_msa_indexer_impl_cls", original, select_msa_indexer_impl_cls)
+    _replace(module, "select_msa_indexer_impl_cls", replacement)
 
 
-def _replace(module: ModuleType, name: str, original: Callable[..., Any] | None, ours: Callable[..., Any]) -> None:
-    if not hasattr(original, "lightning_indexer"):
-        replacement: Any = ours if original is None else functools.wraps(original)(ours)
-        replacement.lightning_indexer = True
-        setattr(module, name, replacement)
+def _asked() -> bool:
+    """Whether the engine that is being built is to use our indexer."""
+    from vllm.config import get_current_vllm_config
+
+    from lightning_indexer.vllm.options import asked
+
+    return asked(get_current_vllm_config())
+
+
+def _replace(module: ModuleType, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put another function in the place of a module's, once."""
+    original = getattr(module, name, None)
+    if original is None:
+        told = "lightning-indexer cannot be selected: %s of this vLLM has no %s"
+        logging.getLogger("vllm.lightning_indexer").warning(told, module.__name__, name)
+    elif not hasattr(original, MARK):
+        ours = functools.wraps(original)(replacement(original))
+        setattr(ours, MARK, True)
+        setattr(module, name, ours)
 
 
 INSTALLERS = {COMMON: install_common, MSA: install_msa}

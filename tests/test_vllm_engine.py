@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support import Inputs, lengths, random_inputs
 
 import lightning_indexer as li
+from lightning_indexer import calibration
 from lightning_indexer.verify.ranks import run_ranks
 from lightning_indexer.vllm import engine
 from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits
@@ -281,6 +282,13 @@ def test_an_engine_without_sharing_tells_so():
         f"lightning-indexer {li.__version__}: 1 of 2 heads on a rank, each over the whole context; index cache bf16,"
         " queries bfloat16, top 4, ids by score"
     )
+
+
+def test_thresholds_are_told_by_rows():
+    found = [(1, calibration.ALWAYS), (4, 1200), (16, calibration.NEVER)]
+    told = " (shared always up to 1 rows, above 1,200 pages up to 4 rows, never up to 16 rows)"
+    assert engine.told_thresholds(found) == told
+    assert engine.told_thresholds([]) == ""
 
 
 def test_lengths_that_no_indexer_takes_are_told_on_every_rank():

@@ -99,6 +99,15 @@ def test_on_rocm_vllms_aiter_class_is_left_out_only_where_ours_is_asked_for():
     assert on_one_rank(work) == [{"topk_blocks": 16}, None]
 
 
+def test_a_vllm_that_chooses_otherwise_is_told_at_once(caplog):
+    module = types.ModuleType(plugin.COMMON)
+    with caplog.at_level(logging.WARNING, logger="vllm.lightning_indexer"):
+        plugin.install_common(module)
+    told = f"lightning-indexer cannot be selected: {plugin.COMMON} of this vLLM has no select_indexer_impl_cls"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    assert not hasattr(module, "select_indexer_impl_cls")
+
+
 def test_the_aiter_module_of_this_vllm_has_the_function_that_is_replaced():
     from vllm.models.minimax_m3.amd import indexer_msa
 
@@ -135,6 +144,24 @@ def test_another_version_is_told_and_only_when_ours_is_asked_for(monkeypatch):
     assert stock
     assert f"lightning-indexer {li.__version__} cannot serve this engine: vllm: expected version 0.33.*, got 0.34.1" in told
     assert "uninstall lightning-indexer" in told
+
+
+def test_a_vllm_that_chooses_by_more_is_left_alone_unless_ours_is_asked_for():
+    module = types.ModuleType(plugin.COMMON)
+    module.select_indexer_impl_cls = lambda *, topk_blocks, head_dim: (topk_blocks, head_dim)
+    plugin.install_common(module)
+
+    def work(rank: int):
+        with engines.engine(engines.config_of(1), rank):
+            stock = module.select_indexer_impl_cls(topk_blocks=16, head_dim=128)
+        asking = engines.config_of(1, options={"kernels": True})
+        with engines.engine(asking, rank), pytest.raises(ValueError, match="expected parameters") as raised:
+            module.select_indexer_impl_cls(topk_blocks=16, head_dim=128)
+        return stock, str(raised.value)
+
+    stock, told = on_one_rank(work)
+    assert stock == (16, 128)
+    assert "select_indexer_impl_cls: expected parameters (topk_blocks, indexer_kv_dtype), got (topk_blocks, head_dim)" in told
 
 
 @pytest.mark.parametrize("version", ["0.33", "0.33.0", "0.33.2+cpu"])
@@ -200,7 +227,7 @@ def choose_with(monkeypatch, rank: int, config, **platform) -> str:
     fake = SimpleNamespace(device_type=names.pop("device_type", "cuda"), **{name: lambda v=v: v for name, v in names.items()})
     monkeypatch.setattr(base, "current_platform", fake)
     with engines.engine(config, rank), pytest.raises(ValueError, match="cannot serve") as raised:
-        indexer.choose(base, topk_blocks=16, indexer_kv_dtype="bf16")
+        indexer.choose(topk_blocks=16, indexer_kv_dtype="bf16")
     return str(raised.value)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_indexer as li
+from lightning_indexer import calibration
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.ops import backend_of
 from lightning_indexer.traffic import exchange_bytes
@@ -202,7 +203,7 @@ class EngineIndexer:
             received = exchange_bytes(spec, world, torch.empty(0, dtype=kind.query_dtype).element_size())
             ranks = (
                 f"{spec.num_heads} heads over {world} ranks, transport {indexer.transport}, dispatch {indexer.dispatch}"
-                f"{_thresholds(indexer.thresholds)}; a rank that shares reads {share} (alone {cache.token_bytes} B) and"
+                f"{told_thresholds(indexer.thresholds)}; a rank that shares reads {share} (alone {cache.token_bytes} B) and"
                 f" receives {received:,} B a row"
             )
         form = f"index cache {kind.format}, queries {str(kind.query_dtype).removeprefix('torch.')}"
@@ -252,7 +253,8 @@ def _plain_defaults() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _thresholds(thresholds: list[tuple[int, int]]) -> str:
-    """From how many pages on a step is shared, by its rows."""
-    told = ", ".join(f"{pages} pages up to {rows} rows" for rows, pages in thresholds)
-    return f" (alone up to {told})" if told else ""
+def told_thresholds(thresholds: list[tuple[int, int]]) -> str:
+    """From how many pages of context on a step is shared, by its rows; nothing where there is no choice."""
+    words = {calibration.ALWAYS: "always", calibration.NEVER: "never"}
+    told = ", ".join(f"{words.get(pages, f'above {pages:,} pages')} up to {rows} rows" for rows, pages in thresholds)
+    return f" (shared {told})" if told else ""

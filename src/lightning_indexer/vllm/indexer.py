@@ -15,40 +15,25 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 import lightning_indexer as li
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.ops import backend_of, check_device
-from lightning_indexer.vllm import interface
 from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits, shared_indexer
 from lightning_indexer.vllm.ops import sparse_table
-from lightning_indexer.vllm.options import FORMATS, Options, Setting
+from lightning_indexer.vllm.options import FORMATS, Options, Setting, refuse
 
 logger = logging.getLogger("vllm.lightning_indexer")  # below vLLM's, for its handlers
-ADVICE = "To run without it, leave out the option that asks for it, or uninstall lightning-indexer"
 
 
-def asked() -> bool:
-    """Whether the engine that is being built is to use our indexer."""
-    config = get_current_vllm_config()
-    return config.attention_config.minimax_m3_indexer_cp or Options.read(config.additional_config).kernels
-
-
-def choose(module: Any, *, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type | None:
-    """Our class where the engine asks for it, else None.
+def choose(*, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type:
+    """Our class, for an engine that asks for it.
 
     Args:
-        module: vLLM's indexer module.
         topk_blocks, indexer_kv_dtype: of the layer.
 
     Raises:
-        ValueError: it was asked for and cannot serve this engine; says all that stands against it.
+        ValueError: it cannot serve this engine; says all that stands against it.
     """
-    if not asked():
-        return None
-    reasons = interface.mismatches(module)
-    if not reasons:
-        setting = read_setting(topk_blocks, indexer_kv_dtype)
-        reasons = setting.refusals(Options.read(get_current_vllm_config().additional_config))
-        reasons = reasons or device_refusals(FORMATS[indexer_kv_dtype], setting.head_dim, setting.block_size)
-    if reasons:
-        raise ValueError(f"lightning-indexer {li.__version__} cannot serve this engine: {'; '.join(reasons)}. {ADVICE}.")
+    setting = read_setting(topk_blocks, indexer_kv_dtype)
+    refuse(setting.refusals(Options.read(get_current_vllm_config().additional_config)))
+    refuse(device_refusals(FORMATS[indexer_kv_dtype], setting.head_dim, setting.block_size))
     return LightningIndexerImpl
 
 

@@ -6,6 +6,8 @@ import importlib.metadata
 import inspect
 from typing import Any
 
+from lightning_indexer.vllm.options import refuse
+
 VERSIONS = ("0.33",)  # releases whose module has been tested with
 
 LAYER = (
@@ -39,6 +41,11 @@ FIELDS = {
     "MiniMaxM3IndexerDecodeMetadata": {"seq_lens", "block_table", "decode_query_len"},
     "MiniMaxM3IndexerPrefillMetadata": {"cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len"},
 }
+
+
+def check(module: Any) -> None:
+    """Raise ValueError, with all that differs, unless vLLM's indexer module is one that this package was written for."""
+    refuse(mismatches(module))
 
 
 def mismatches(module: Any, version: str | None = None) -> list[str]:

@@ -5,11 +5,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import lightning_indexer as li
 from lightning_indexer.checks import check_choice, check_int, require
 from lightning_indexer.indexer import MAX_QUERY_LEN
-from lightning_indexer.spec import IndexerSpec
 
 SECTION = "lightning_indexer"  # of vLLM's additional_config
+ADVICE = "To run without it, leave out the option that asks for it, or uninstall lightning-indexer"
 PLATFORMS = ("cuda", "rocm", "cpu")
 FORMATS = {"bf16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}  # of index caches that vLLM can fill: its name, and ours
 
@@ -73,6 +74,18 @@ class Options:
         return cls(**section)
 
 
+def asked(config: Any) -> bool:
+    """Whether a vLLM configuration asks for our indexer."""
+    return bool(config.attention_config.minimax_m3_indexer_cp) or Options.read(config.additional_config).kernels
+
+
+def refuse(reasons: list[str]) -> None:
+    """Raise one ValueError with all reasons, if there are any."""
+    if reasons:
+        told = "; ".join(reasons)
+        raise ValueError(f"lightning-indexer {li.__version__} cannot serve this engine: {told}. {ADVICE}.")
+
+
 @dataclass(frozen=True)
 class Setting:
     """What of an engine's configuration decides whether it can be served."""
@@ -116,7 +129,7 @@ class Setting:
         own = "one that takes its blocks from the indexer"
         need(not self.fused_decode, "kernel_config.monokernel", f"{own}: false", "true, which selects blocks itself")
         try:
-            spec = IndexerSpec(self.heads, self.head_dim, self.block_size, self.topk, 0, 0)
+            spec = li.IndexerSpec(self.heads, self.head_dim, self.block_size, self.topk, 0, 0)
             spec.owned_heads(0, self.tensor_parallel)
         except ValueError as error:
             found.append(str(error))
