@@ -175,6 +175,46 @@ def test_draft_rows_and_sparse_tables():
     assert torch.equal(held, table.context_lens_out)
 
 
+@pytest.mark.parametrize("dispatch", ["sharded", "auto"])
+def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
+    """Three layers with keys of their own per pass; "auto" shares the passes that see more than 11 pages."""
+    if torch.cuda.is_available():
+        pytest.skip("processes of one GPU: test_gpu_peer.py")
+    from test_peer import SharedRanks, on_ranks
+
+    passes = [requests([64 * 9 + 1, 64 * 5], 10), requests([64, 64], 20), requests([64 * 12, 0], 30)]
+    options = Options(transport="peer", dispatch=dispatch, threshold=11 if dispatch == "auto" else None)
+    layers = range(3)
+
+    def keys(live: Inputs, layer: int) -> torch.Tensor:
+        return live.pages.roll(layer, dims=-1)
+
+    def work(ranks: SharedRanks):
+        limits = Limits(ROWS, 64 * COLUMNS, 1, 1)
+        shared = EngineIndexer(kind_of(context_parallel=True, options=options, limits=limits, tables=False), ranks)
+        before = shared.statistics()["steps"]
+        found = []
+        for live in passes:
+            step = step_of(live.seq_lens, live.block_table)
+            q = live.q[:, ranks.rank : ranks.rank + 1]
+            for layer in layers:
+                cache = li.IndexCache.wrap(keys(live, layer), SPEC)
+                found.append(shared.select(f"layer {layer}", step, q, cache, None)[0])
+        after = shared.statistics()
+        counted = {name: count - before[name] for name, count in after["steps"].items()}
+        return found, counted, after["transport"], after["dispatch"], shared.describe()
+
+    results = on_ranks(2, work)
+    for rank, (found, counted, *facts, told) in enumerate(results):
+        assert facts == ["peer", dispatch]
+        assert counted == ({"sharded": 9, "replicated": 0} if dispatch == "sharded" else {"sharded": 6, "replicated": 3})
+        assert ("(shared above 11 pages up to 8 rows)" in told) == (dispatch == "auto")
+        for number, live in enumerate(passes):
+            for layer in layers:
+                want = li.decode(live.q, keys(live, layer), live.block_table, live.seq_lens, spec=SPEC)
+                assert torch.equal(found[3 * number + layer], want[rank : rank + 1]), (number, layer, rank)
+
+
 # Options and refusals.
 
 

@@ -14,6 +14,7 @@ import lightning_indexer as li
 from lightning_indexer import calibration
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.ops import backend_of
+from lightning_indexer.ranks import Ranks
 from lightning_indexer.traffic import exchange_bytes
 from lightning_indexer.vllm.capture import Recorder
 from lightning_indexer.vllm.ops import PAGE_SIZE
@@ -60,13 +61,13 @@ class EngineIndexer:
 
     Args:
         kind: geometry, bounds and options.
-        group: the tensor-parallel ranks.
+        group: the tensor-parallel ranks; a recording needs a process group.
 
     Raises:
         ValueError: on every rank: something does not fit, or the ranks are configured differently.
     """
 
-    def __init__(self, kind: Kind, group: dist.ProcessGroup) -> None:
+    def __init__(self, kind: Kind, group: dist.ProcessGroup | Ranks) -> None:
         self.kind = kind
         limits, options = kind.limits, kind.options
         with _plain_defaults():
@@ -90,7 +91,10 @@ class EngineIndexer:
             self._plans: dict[tuple[int, ...], StepPlan] = {}
             self._made: dict[int, _Made] = {}
             self._warm_up()
-        self.recorder = None if options.capture is None else Recorder(kind.spec, kind.order, group, options)
+        self.recorder = None
+        if options.capture is not None:
+            assert isinstance(group, dist.ProcessGroup), "other ranks hold no tensors together"
+            self.recorder = Recorder(kind.spec, kind.order, group, options)
 
     def _warm_up(self) -> None:
         kind, owned = self.kind, len(self.indexer.owned_heads)
