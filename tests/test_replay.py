@@ -215,6 +215,10 @@ def test_tensors_that_do_not_fit_each_other_are_told(recorded, change, message):
     assert message in refused(run(path))
 
 
+def test_a_transport_that_the_device_has_not_is_told(recorded):
+    assert 'transport: expected "collective" or "auto" on the CPU' in refused(run(recorded(), "--transport", "peer"))
+
+
 def test_no_calls_are_told(recorded):
     assert "calls: expected at least one, got none" in refused(run(recorded([])))
 

@@ -227,12 +227,25 @@ class BadInput(click.ClickException):
     type=click.Choice(replaying.CACHE_FORMATS),
     help="Format to store the keys in.  [default: as recorded]",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "collective", "peer"]),
+    default="auto",
+    help="collective: processes, over gloo; peer: threads that share a GPU.  [auto: peer on a GPU]",
+)
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Times that a call is timed.")
-@click.option("--device", default="cpu", help="cpu: ranks are processes, over gloo; cuda: threads that share the GPU.")
+@click.option("--device", default="cpu", help="cpu, or a GPU, which the ranks share.")
 @click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
 @click.option("--force", is_flag=True, help="Overwrite that file.")
 def replay(
-    file: Path, worlds: list[int], format: str | None, repeat: int, device: str, json_path: Path | None, force: bool
+    file: Path,
+    worlds: list[int],
+    format: str | None,
+    transport: str,
+    repeat: int,
+    device: str,
+    json_path: Path | None,
+    force: bool,
 ) -> None:
     """Run decode calls that an engine recorded on any number of ranks; compare and time them.
 
@@ -247,8 +260,8 @@ def replay(
         for world in worlds:
             cases[0].spec.owned_heads(0, world)
         where = torch.device("cpu") if device == "cpu" else _gpu(device)
-        outcomes = list(compare(cases, worlds, progress, where))
-        times = replaying.time_calls(cases, worlds, repeat, progress, where)
+        outcomes = list(compare(cases, worlds, progress, where, transport))
+        times = replaying.time_calls(cases, worlds, repeat, progress, where, transport)
     except (ValueError, ImportError) as error:
         raise BadInput(str(error)) from error
     finally:
@@ -258,7 +271,8 @@ def replay(
     click.echo(replaying.time_table(times))
     click.echo("\n" + statement(outcomes))
     if json_path is not None:
-        parameters = {"command": "replay", "file": str(file), "worlds": worlds, "device": device, "cache": format}
+        parameters: dict[str, Any] = {"command": "replay", "file": str(file), "worlds": worlds, "device": device}
+        parameters |= {"cache": format, "transport": transport}
         told = as_json(outcomes, [], {**parameters, "version": lightning_indexer.__version__, "torch": torch.__version__})
         told["times"] = [dataclasses.asdict(row) for row in times]
         json_path.write_text(json.dumps(told, indent=1) + "\n")

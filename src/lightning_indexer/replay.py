@@ -5,17 +5,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import lightning_indexer as li
 from lightning_indexer import recording
 from lightning_indexer.cache import BYTE_FORMATS, FORMATS
-from lightning_indexer.ranks import VirtualRank, run_virtual
+from lightning_indexer.ranks import VirtualRank
 from lightning_indexer.text import table
 from lightning_indexer.verify.case import Case
-from lightning_indexer.verify.ranks import run_ranks
+from lightning_indexer.verify.compare import on_ranks
 
 CACHE_FORMATS = tuple(name for name, format in FORMATS.items() if torch.bfloat16 in format.query_dtypes)
 WARMUP = 1
@@ -68,48 +70,41 @@ def _case(spec: li.IndexerSpec, number: int, call: recording.Call, format: str |
     return replace(case, q=case.q.bfloat16(), cache=None).stored_as(format)
 
 
-def time_calls(timed: list[Case], worlds: list[int], repeats: int, progress: Progress, device: torch.device) -> list[Time]:
-    """Times of every case on every number of ranks: processes on the CPU, threads that share a GPU.
+def time_calls(
+    timed: list[Case],
+    worlds: list[int],
+    repeats: int,
+    progress: Progress,
+    device: torch.device,
+    transport: str = "auto",
+) -> list[Time]:
+    """Times of every case on every number of ranks, made by `verify.compare.on_ranks`.
 
     Ranks that share a machine slow each other down: these times compare formats, lengths and versions, not numbers of GPUs.
     """
     times = []
-    moved = [case.to(device) for case in timed]
     for world in worlds:
         progress(f"timing {len(timed)} calls on {world} ranks", 0, 1)
-        if device.type == "cpu":
-            ranks = run_ranks(world, lambda rank: _time_rank(moved, None, repeats, device))
-        else:
-            ranks = run_virtual(world, lambda ranks: _time_on_gpu(moved, ranks, repeats, device))
+        ranks = on_ranks(world, partial(_time_rank, repeats), timed, device, transport)
         for number, case in enumerate(timed):
             alone, shared = (max(rank[number][mode] for rank in ranks) for mode in (0, 1))
             times.append(Time(case.name, world, alone, shared if world > 1 else None))
     return times
 
 
-def _time_on_gpu(timed: list[Case], ranks: VirtualRank, repeats: int, device: torch.device) -> list[tuple[float, float]]:
-    torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        return _time_rank(timed, ranks, repeats, device)
-
-
-def _time_rank(timed: list[Case], ranks: VirtualRank | None, repeats: int, device: torch.device) -> list[tuple[float, float]]:
+def _time_rank(
+    repeats: int, timed: list[Case], ranks: VirtualRank | None, device: torch.device, transport: str
+) -> list[tuple[float, float]]:
     """This rank's medians, alone and shared, in milliseconds."""
     rows, longest = max(len(case.q) for case in timed), max(int(case.seq_lens.max()) for case in timed)
+    limits: dict[str, Any] = {"max_rows": rows, "max_seq_len": max(1, longest), "device": device, "transport": transport}
     found = []
     for mode in ("replicated", "sharded"):
-        indexers: dict[li.IndexerSpec, li.ContextParallelIndexer] = {}
-        medians = []
-        for case in timed:
-            if case.spec not in indexers:
-                indexers[case.spec] = li.ContextParallelIndexer(
-                    case.spec, ranks, max_rows=max(1, rows), max_seq_len=max(1, longest), device=device, dispatch=mode
-                )
-                if device.type != "cpu":  # ranks share the GPU
-                    for format in sorted({other.keys.format.name for other in timed}):
-                        indexers[case.spec].warmup(format, query_lens=sorted({other.query_len for other in timed}))
-            medians.append(_median(indexers[case.spec], case, repeats, device))
-        found.append(medians)
+        indexer = li.ContextParallelIndexer(timed[0].spec, ranks, dispatch=mode, **limits)
+        if device.type != "cpu":  # ranks share the GPU
+            for format in sorted({case.keys.format.name for case in timed}):
+                indexer.warmup(format, query_lens=sorted({case.query_len for case in timed}))
+        found.append([_median(indexer, case, repeats, device) for case in timed])
     return list(zip(*found, strict=True))
 
 
