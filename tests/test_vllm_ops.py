@@ -452,3 +452,30 @@ def test_importing_the_operators_imports_no_vllm():
     code = "import sys, lightning_indexer.vllm.ops; print([name for name in sys.modules if name.split('.')[0] == 'vllm'])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+def test_the_operators_on_the_kernels_agree_with_the_library_there():
+    """Through Triton's interpreter: strided score buffers, row-wise lengths, forced blocks, both halves of the exchange."""
+    interpreter = pytest.importorskip("interpreter")
+    interpreter.install()
+    inputs = exact([128 * 3 - 5, 0, 260], rows=12)
+    counts = [5, 0, 7]
+    one = exact([128 * 5 - 5, 130], heads=1, query_len=2)
+    with interpreter.fake_device(3):
+        shared = chunks(inputs, counts)
+        ids = ops.minimax_m3_index_topk(prefill_scores(inputs, counts), *shared.values(), *FORCED)
+        arguments = (inputs.q, inputs.pages, inputs.block_table, shared["cu_seqlens_q"], inputs.seq_lens)
+        assert torch.equal(ids, li.prefill(*arguments, spec=SPEC))
+        keys = torch.zeros(2, 1, 4, SPEC.topk, dtype=torch.int64)
+        rules = {"query_len": 2, "init_blocks": 1, "local_blocks": 1}
+        for rank in range(2):
+            out = torch.full((1, 6, 9), 123.0)
+            scores = shard_scores(one, rank, 2, out=out)
+            shard = {"topk": SPEC.topk, "rank": rank, "world": 2, "global_blocks": one.block_table.shape[1]}
+            ops.local_topk_keys(scores, one.seq_lens, out=keys[rank], **shard, **rules)
+        found = torch.full((1, 4, SPEC.topk), SENTINEL, dtype=torch.int32)
+        ops.merge_topk_keys(keys, found, one.seq_lens, **rules)
+        assert torch.equal(found, decode(one))
+    assert torch.equal(found, reference_ids(one))
+    assert torch.equal(ids, li.prefill(*arguments, spec=SPEC))
