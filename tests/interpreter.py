@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -20,6 +21,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from lightning_indexer import indexer, ops, peer, policy, triton_backend, workspace
 from lightning_indexer.kernels.common import nan_max
 
+EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz}
 CASTS = ("cast_impl", "create_fp_to_fp", "create_fp_ext", "create_fp_trunc")
 
 
@@ -50,10 +52,15 @@ def _dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) 
 def _rounding(old: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
     def cast(self: Any, source: TensorHandle, target: Any, *rest: Any) -> TensorHandle:
         kinds = source.dtype.scalar, target.scalar
+        if kinds[0] == kinds[1]:
+            return source
         if kinds == (tl.bfloat16, tl.float32):
             return TensorHandle(widen(source.data), tl.float32)
         if kinds == (tl.float32, tl.bfloat16):
             return TensorHandle(narrow(source.data), tl.bfloat16)
+        if kinds[0] in EIGHT_BITS:
+            wide = torch.from_numpy(np.ascontiguousarray(source.data)).view(EIGHT_BITS[kinds[0]]).float().numpy()
+            return cast(self, TensorHandle(wide, tl.float32), target, *rest)
         return old(self, source, target, *rest)
 
     return cast
@@ -107,21 +114,22 @@ def install() -> None:
 
 
 @contextmanager
-def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16) -> Iterator[None]:
+def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16, vendor: str = "nvidia") -> Iterator[None]:
     """A device with `programs` programs, behind the operators' public names; small sorts and prefill tiles, which are quick.
 
-    `topk` is the most that a selection keeps: few candidates then take every route that many take on a GPU.
+    It has no instructions for 8-bit floats, as those cannot be interpreted; queries of 8 bits want another `vendor`. `topk`
+    is the most that a selection keeps: few candidates then take every route that many take on a GPU.
     """
     sorts = tuple(max(topk, size) for size in (16, 32, 64))
-    facts = policy.DeviceFacts("nvidia", (8, 0), programs)
+    facts = policy.DeviceFacts(vendor, (8, 0), programs)
 
     def prefill_policy(*given: object) -> policy.PrefillPolicy:
         return replace(policy.prefill_policy(*given), columns=prefill_columns, programs=programs)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ops, triton_backend, workspace, peer):
+        for module in (ops, triton_backend, workspace, peer, indexer):
             patch.setattr(module, "device_facts", lambda device: facts, raising=False)
-            patch.setattr(module, "decode_programs", lambda facts, *rest: programs, raising=False)
+            patch.setattr(module, "decode_programs", lambda facts, packed: programs, raising=False)
         patch.setattr(triton_backend, "CANDIDATES", sorts)
         patch.setattr(triton_backend, "prefill_policy", prefill_policy)
         for caller in (ops, indexer):

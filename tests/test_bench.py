@@ -16,11 +16,13 @@ from support import INF, NAN
 import lightning_indexer as li
 from lightning_indexer import cli, reference
 from lightning_indexer.bench import cases, gate, plot, report, run
+from lightning_indexer.bench import inputs as drawn
 from lightning_indexer.bench import timing as protocol
 from lightning_indexer.bench.cases import DecodeCase, PrefillCase, RankCase, decode_set, prefill_set
 from lightning_indexer.bench.exchange import ExchangeRow
+from lightning_indexer.bench.results import parse_result
 from lightning_indexer.bench.roofs import Roofs
-from lightning_indexer.bench.run import Facts, Result, Row, measure
+from lightning_indexer.bench.run import Facts, Result, Row, measure, query_dtype
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation
 
 MIB = 1 << 20
@@ -49,7 +51,7 @@ def measured(*chosen, facts: Facts = FACTS, format: str = "bf16", us: float = 10
 
 def row(case, us: float = 10.0, roof_us: float = 5.0, peer_us: float | None = None) -> Row:
     moved, flops = case.index_bytes(SPEC, 256), case.flops(SPEC)
-    return Row(case, "bf16", Timing(us, us - 1, us + 1), Rotation(57, 1, 32), moved, flops, roof_us, peer_us)
+    return Row(case, "bf16", "bf16", Timing(us, us - 1, us + 1), Rotation(57, 1, 32), moved, flops, roof_us, peer_us)
 
 
 # cases
@@ -68,7 +70,7 @@ def test_default_decode_cases_are_the_peers_rows():
     [(1, 4096, 1, 8.0), (64, 131_072, 1, 480.4), (32, 4096, 4, 16.7), (64, 65_536, 4, 275.6), (8, 1_048_576, 1, 499.2)],
 )
 def test_decode_peer(batch, context, query_len, us):
-    assert DecodeCase(((batch, context),), query_len).peer_us() == us
+    assert DecodeCase(((batch, context),), query_len).peer_us("bf16", "bf16") == us
 
 
 def test_default_prefill_cases_are_the_peers_rows():
@@ -79,14 +81,44 @@ def test_default_prefill_cases_are_the_peers_rows():
 
 @pytest.mark.parametrize(("shape", "us"), [((1, 2048, 0), 29), ((4, 8192, 131_072), 3829), ((1, 2048, 1_046_528), 11_352)])
 def test_prefill_peer(shape, us):
-    assert PrefillCase(*shape).peer_us() == us
+    assert PrefillCase(*shape).peer_us("bf16", "bf16") == us
 
 
 def test_peer_has_no_figure_for_other_cases():
-    assert DecodeCase(((1, 4096),), 1, heads=4).peer_us() is None
-    assert DecodeCase(((1, 4097),), 1).peer_us() is None
-    assert DecodeCase(((1, 4096), (1, 4096)), 1).peer_us() is None
-    assert PrefillCase(2, 2048, 0).peer_us() is None
+    assert DecodeCase(((1, 4096),), 1, heads=4).peer_us("bf16", "bf16") is None
+    assert DecodeCase(((1, 4097),), 1).peer_us("bf16", "bf16") is None
+    assert DecodeCase(((1, 4096), (1, 4096)), 1).peer_us("bf16", "bf16") is None
+    assert PrefillCase(2, 2048, 0).peer_us("bf16", "bf16") is None
+
+
+def test_peer_of_an_fp8_cache():
+    case = DecodeCase(((32, 131_072),), 4)
+    assert (case.peer_us("fp8", "bf16"), case.peer_us("fp8", "fp8")) == (197.0, 151.1)
+    assert DecodeCase(((1, 4096),), 1).peer_us("fp8", "fp8") is None
+    assert case.peer_us("nvfp4", "fp8") is None
+    assert PrefillCase(1, 2048, 0).peer_us("fp8", "bf16") is None
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_pool_of_packed_keys(monkeypatch, format):
+    """Keys near what a normal distribution gives, and the same few pages again."""
+    monkeypatch.setattr(drawn, "DISTINCT_PAGES", 2)
+    pool = drawn.draw_pool(5, SPEC, format, torch.device("cpu"), torch.Generator().manual_seed(0))
+    keys = pool.dequantize()
+    assert keys.shape == (5, 128, 128)
+    assert 0.9 < keys.std() < 1.1
+    assert torch.equal(keys[:2], keys[2:4])
+    assert torch.equal(keys[0], keys[4])
+    assert not torch.equal(keys[0], keys[1])
+
+
+def test_query_formats():
+    formats = {name: li.IndexCache.empty(1, SPEC, name).format for name in ("bf16", "fp8", "nvfp4")}
+    assert query_dtype(formats["bf16"], None) == torch.bfloat16
+    assert query_dtype(formats["fp8"], "fp8") == torch.float8_e4m3fn
+    assert query_dtype(formats["nvfp4"], None) == torch.bfloat16
+    with pytest.raises(ValueError, match="queries"):
+        query_dtype(formats["bf16"], "fp8")
 
 
 def test_msa_cases():
@@ -343,6 +375,7 @@ def test_json_of_decode():
             {
                 "op": "decode",
                 "format": "bf16",
+                "queries": "bf16",
                 "heads": 1,
                 "batch": 2,
                 "context": 1000,
@@ -405,7 +438,7 @@ def test_table_without_peer():
 
 def test_summary_is_mean_worst_and_best():
     ratios = {4096: 4.0, 16_384: 10.4 * 2, 65_536: 14.3}
-    rows = [row(case := DecodeCase(((1, n),), 1), us=us, peer_us=case.peer_us()) for n, us in ratios.items()]
+    rows = [row(case := DecodeCase(((1, n),), 1), us=us, peer_us=case.peer_us("bf16", "bf16")) for n, us in ratios.items()]
     assert report.summary(Result(FACTS, ROOFS, rows, [], False)).split("\n") == [
         "Ours over the peer, geometric mean of 3 cases: 1.000",
         "Worst case: 2.000 (1 x 16,384, Q 1)",
@@ -419,7 +452,7 @@ def test_header_says_what_was_measured():
     text = report.header(result, 20)
     assert "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0, commit 0123456789ab, 2026-11-30" in text
     assert "4.00 TB/s read, 800 TFLOP/s bf16" in text
-    assert "Index-K cache in bf16." in text
+    assert "Index-K cache in bf16, queries in bf16." in text
     assert "median of 20 replays" in text
     assert "vLLM 0.33.0 Triton on an H200, 2026-11-29" in text
     assert "one step plan" not in text
@@ -536,7 +569,7 @@ def benched(monkeypatch):
     """`bench` on the CPU with a stand-in for the clock; returns what it was asked to measure."""
     asked = []
 
-    def fake(chosen, format, device, facts, roofs, replays, progress):
+    def fake(chosen, format, device, facts, roofs, replays, progress, queries):
         asked.append((list(chosen), format, replays))
         timer = functools.partial(run_calls, 10.0)
         small = [DecodeCase(((2, 500),), 3, heads=2)]
@@ -593,3 +626,34 @@ def test_plot_is_refused_before_the_run(benched, monkeypatch, tmp_path):
     assert done.exit_code == 1
     assert "pip install 'lightning-indexer[bench]'" in done.output
     assert benched == []
+
+
+def test_command_compares_with_a_file_and_with_a_commit(benched, monkeypatch, tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert CliRunner().invoke(cli.main, ["bench", "decode", "--json", str(first)]).exit_code == 0
+    told = json.loads(first.read_text())
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--baseline", str(first), "--json", str(second)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith("No regression.\n")
+    assert json.loads(second.read_text())["baseline"]["cases"][0]["ratio"] == 1.0
+
+    def run(commit, arguments):
+        assert (commit, arguments) == ("HEAD", ["decode", "--quick"])
+        faster = {**told, "rows": [{**row, "us": row["us"] / 2} for row in told["rows"]]}
+        return parse_result(faster, "before")
+
+    monkeypatch.setattr(cli, "is_commit", lambda source: True)
+    monkeypatch.setattr(cli, "against_commit", functools.partial(cli.against_commit, run=run))
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--quick", "--baseline", "HEAD", "--rounds", "2"])
+    assert done.exit_code == 1
+    assert done.stdout.endswith("REGRESSION\n")
+
+
+def test_results_are_not_overwritten_without_force(benched, tmp_path):
+    kept = tmp_path / "kept.json"
+    kept.write_text("kept")
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--json", str(kept)])
+    assert (done.exit_code, done.output) == (2, f"Error: {kept} exists; --force overwrites it\n")
+    assert benched == []
+    assert CliRunner().invoke(cli.main, ["bench", "decode", "--json", str(kept), "--force"]).exit_code == 0
+    assert len(json.loads(kept.read_text())["rows"]) == 1

@@ -125,6 +125,15 @@ def test_nvfp4_writes_scales_and_codes(spec):
     assert same(cache.dequantize().view(len(keys), dim), nvfp4_oracle(codes, scales))
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])
+def test_nothing_to_write(format):
+    cache = li.IndexCache.empty(1, SMALL, format=format)
+    before = cache.data.view(torch.uint8).clone()
+    cache.write(torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64))
+    cache.write(torch.ones(2, 64), torch.tensor([-1, 64]))
+    assert torch.equal(cache.data.view(torch.uint8), before)
+
+
 def test_nvfp4_middles_go_to_the_even_code():
     """One group whose scale is 1: the middles between neighbouring values, and what lies just beside them."""
     middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]

@@ -78,6 +78,7 @@ def row_lengths(inputs: Inputs) -> torch.Tensor:
 def exact_scores(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores `[H, T, N]` in float64, -inf where not visible, and how far float32 sums in any order may be from them."""
     rows, heads, dim = inputs.q.shape
+    block = inputs.spec.block_size
     exact = torch.full((heads, rows, inputs.block_table.shape[1]), -math.inf, dtype=torch.float64, device=DEVICE)
     bound = torch.zeros_like(exact)
     gamma = dim * UNIT_ROUNDOFF / (1 - dim * UNIT_ROUNDOFF)
@@ -85,16 +86,16 @@ def exact_scores(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     for request, length in enumerate(inputs.seq_lens.tolist()):
         own = slice(request * inputs.query_len, (request + 1) * inputs.query_len)
         queries = inputs.q[own].reshape(-1, dim).double()
-        for first in range(0, math.ceil(length / BLOCK), 512):
-            blocks = torch.arange(first, min(first + 512, math.ceil(length / BLOCK)), device=DEVICE)
+        for first in range(0, math.ceil(length / block), 512):
+            blocks = torch.arange(first, min(first + 512, math.ceil(length / block)), device=DEVICE)
             keys = inputs.pages[inputs.block_table[request, blocks].long()].double()
-            positions = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)
+            positions = blocks[:, None] * block + torch.arange(block, device=DEVICE)
             hidden = (positions[..., None] >= causal[own])[..., None]  # [blocks, B, Q, 1]
             for out, left, right, fill in (
                 (exact, keys, queries, -math.inf),
                 (bound, keys.abs(), queries.abs(), 0.0),
             ):
-                dots = (left.view(-1, dim) @ right.t()).view(len(blocks), BLOCK, inputs.query_len, heads)
+                dots = (left.view(-1, dim) @ right.t()).view(len(blocks), block, inputs.query_len, heads)
                 out[:, own, blocks] = dots.masked_fill(hidden, fill).amax(1).permute(2, 1, 0)
     return exact, gamma * bound
 

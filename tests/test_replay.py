@@ -231,7 +231,7 @@ def test_a_result_is_not_overwritten_unless_forced(recorded, tmp_path):
     out = tmp_path / "kept.json"
     out.write_text("mine")
     path = recorded(two_calls()[1:])
-    assert "--force overwrites it" in refused(run(path, "--json", out))
+    assert "exists; --force overwrites it" in refused(run(path, "--json", out))
     assert out.read_text() == "mine"
     result = run(path, "--world", "1", "--repeat", "1", "--json", out, "--force")
     assert result.exit_code == 0, result.output

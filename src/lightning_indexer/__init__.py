@@ -3,6 +3,7 @@
 
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.indexer import ContextParallelIndexer
+from lightning_indexer.norm_rope import NormRope
 from lightning_indexer.ops import decode, merge_keys, plan_step, prefill, score_blocks, select_keys
 from lightning_indexer.precompile import warmup
 from lightning_indexer.spec import IndexerSpec, Shard
@@ -15,6 +16,7 @@ __all__ = [
     "ContextParallelIndexer",
     "IndexCache",
     "IndexerSpec",
+    "NormRope",
     "Shard",
     "SparseTable",
     "StepPlan",

@@ -120,7 +120,7 @@ class NvFp4Format:
         return saturated(values * scales, torch.float8_e4m3fn).float()  # the product is exact
 
     def store(self, keys: torch.Tensor) -> torch.Tensor:
-        groups = keys.float().view(*keys.shape[:-1], -1, GROUP)
+        groups = keys.float().view(*keys.shape[:-1], keys.shape[-1] // GROUP, GROUP)
         scales = saturated(groups.abs().amax(dim=-1) / E2M1_LARGEST, torch.float8_e4m3fn)
         divisor = scales.float()[..., None]
         magnitudes = torch.where(divisor == 0, 0.0, groups.abs() / divisor)
@@ -144,6 +144,11 @@ FORMATS: dict[str, CacheFormat] = {
     "nvfp4": NvFp4Format(),
 }
 BYTE_FORMATS = ("fp8", "fp8_fnuz", "nvfp4")  # that engines keep in tensors of bytes
+
+
+def is_packed(format: CacheFormat) -> bool:
+    """Whether an element is stored in 8 bits or less."""
+    return format.name in BYTE_FORMATS
 
 
 class IndexCache:
@@ -248,18 +253,9 @@ class IndexCache:
         """
         check_tensor("keys", keys, ("n", self.spec.head_dim), FLOAT_DTYPES, self.device)
         check_tensor("slot_mapping", slot_mapping, (keys.shape[0],), (torch.int64,), self.device, unit_stride=False)
-        tokens = self.num_pages * self.spec.block_size
-        inside = (slot_mapping >= 0) & (slot_mapping < tokens)
-        slots = slot_mapping[inside]
-        page, offset = slots // self.spec.block_size, slots % self.spec.block_size
-        kept = keys[inside]
-        if self.scale is not None and isinstance(self.format, Fp8Format):
-            kept = kept.float()
-            factor = kept.abs().amax(dim=-1) / self.format.largest
-            factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
-            self.scale[page, offset] = factor
-            kept = kept / factor[:, None]
-        self._raw[page, offset] = _as_bytes(self.format.store(kept))
+        from lightning_indexer.ops import backend_of  # which takes caches itself
+
+        backend_of(self.device).write(self, keys, slot_mapping)
 
     def load_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys of some pages as the scorer sees them: page ids `[n]`, clamped into the cache, to `[n, B, D]` float32."""
@@ -271,6 +267,17 @@ class IndexCache:
         """All pages as the scorer sees them: `[pages, B, D]` float32."""
         keys = self.format.load(self._raw)
         return keys if self.scale is None else keys * self.scale[..., None]
+
+    def store_tokens(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        """`write` in torch, of keys `[n, D]` whose slots are all inside."""
+        page, offset = slots // self.spec.block_size, slots % self.spec.block_size
+        if self.scale is not None and isinstance(self.format, Fp8Format):
+            keys = keys.float()
+            factor = keys.abs().amax(dim=-1) / self.format.largest
+            factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
+            self.scale[page, offset] = factor
+            keys = keys / factor[:, None]
+        self._raw[page, offset] = _as_bytes(self.format.store(keys))
 
     @property
     def _raw(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_indexer.cache import IndexCache
+from lightning_indexer.cache import IndexCache, is_packed
 from lightning_indexer.ops import make_plan
 from lightning_indexer.workspace import StepPlan
 
@@ -80,7 +80,10 @@ def _calibrate(indexer: "ContextParallelIndexer", cache_format: str) -> list[tup
     free, _ = torch.cuda.mem_get_info()
     told = ranks.gather({"pages": max(2, min(POOL_PAGES, free // 4 // page_bytes))}, timeout)
     cache = IndexCache.empty(min(message["pages"] for message in told), spec, cache_format, device)
-    cache.data.normal_()
+    if is_packed(cache.format):
+        cache.data.view(torch.uint8).random_(0, 120)  # no NaN
+    else:
+        cache.data.normal_()
     most = indexer.max_seq_len // spec.block_size
     sizes = [(rows, max(2, min(most, MANY_PAGES // rows))) for rows in ROWS if rows <= indexer.max_rows]
     steps = [
@@ -115,7 +118,7 @@ def _layers(indexer: "ContextParallelIndexer", cache: IndexCache, rows: int, blo
     tables = torch.randint(cache.num_pages, (LAYERS, rows, blocks), dtype=torch.int32, device=device)
     out = torch.empty(len(indexer.owned_heads), rows, spec.topk, dtype=torch.int32, device=device)
     bound = min(indexer.max_seq_len, blocks * spec.block_size)
-    plan = make_plan(seq_lens, spec, bound, "score", indexer.shard, threshold, None)
+    plan = make_plan(seq_lens, spec, bound, "score", indexer.shard, threshold, is_packed(cache.format), None)
     return Layers(q, cache, tables, seq_lens, out, plan)
 
 

@@ -17,41 +17,47 @@ import torch
 import lightning_indexer
 from lightning_indexer import replay as replaying
 from lightning_indexer.bench import plot, report
+from lightning_indexer.bench.baseline import (
+    ROUNDS,
+    against_commit,
+    compare_rounds,
+    comparison_table,
+    is_commit,
+    measured_arguments,
+)
 from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, RankCase, decode_set, prefill_set, rank_set
 from lightning_indexer.bench.cases import Case as BenchCase
 from lightning_indexer.bench.exchange import ExchangeRow, measure_exchange
 from lightning_indexer.bench.gate import WrongSelectionError
+from lightning_indexer.bench.page import report_page
+from lightning_indexer.bench.results import ResultFile, load_result, parse_result
 from lightning_indexer.bench.roofs import measure_roofs
-from lightning_indexer.bench.run import Facts, measure
+from lightning_indexer.bench.run import Facts, Result, measure
 from lightning_indexer.bench.timing import QUICK, Protocol
+from lightning_indexer.bench.write import measure_writes
 from lightning_indexer.cache import FORMATS
+from lightning_indexer.checks import require
+from lightning_indexer.doctor.command import doctor
+from lightning_indexer.plan.command import plan
 from lightning_indexer.spec import IndexerSpec
+from lightning_indexer.terminal import (
+    FOLDER,
+    INPUT_FILE,
+    OUTPUT_FILE,
+    InputError,
+    PlainCommand,
+    Progress,
+    check_writable,
+    json_option,
+    output_options,
+    write_json,
+)
 from lightning_indexer.verify import minimax_m3, smollm2, synthetic
 from lightning_indexer.verify.case import Case
 from lightning_indexer.verify.compare import Outcome, attention_mass, compare
 from lightning_indexer.verify.report import as_json, mass_table, outcome_table, statement
 
-INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 MODEL_HEADS = 4  # index heads of both model inputs
-OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-class Progress:
-    """One line on stderr that says what is going on: rewritten on a terminal, else one line per kind of work."""
-
-    def __init__(self) -> None:
-        self.label = ""
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\r\033[K{label} {done}/{total}", nl=False, err=True)
-        elif label != self.label:
-            click.echo(f"{label} ...", err=True)
-        self.label = label
-
-    def close(self) -> None:
-        if sys.stderr.isatty():
-            click.echo("\r\033[K", nl=False, err=True)
 
 
 def _worlds(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -70,6 +76,10 @@ def main() -> None:
     """Exact, context-parallel block selection for MiniMax-M3 and its kin."""
     # Before CUDA starts: ranks that share a GPU wait for each other, so no two of their streams may share a hardware queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+main.add_command(doctor)
+main.add_command(plan)
 
 
 @main.command()
@@ -197,28 +207,38 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     return numbers
 
 
+class BenchCommand(click.Command):
+    """A benchmark, which knows its arguments as they were given, for another commit to get them, too."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        context.obj = [str(self.name), *arguments]
+        return super().parse_args(context, arguments)
+
+
 def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every benchmark."""
     options = [
-        click.option("--format", type=click.Choice(["bf16", "fp16"]), default="bf16", help="Of the index-K cache."),
+        click.option(
+            "--format", type=click.Choice(["bf16", "fp16", "fp8", "nvfp4"]), default="bf16", help="Of the index-K cache."
+        ),
+        click.option(
+            "--queries", type=click.Choice(["bf16", "fp16", "fp8"]), help="Of the queries.  [default: the cache's, or bf16]"
+        ),
         click.option("--quick", is_flag=True, help="Fewer replays."),
         click.option("--device", default="cuda", help="A CUDA or HIP device."),
         click.option("--commit", help="What is measured.  [default: HEAD of the checkout]"),
         click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too."),
         click.option("--plot", "plot_path", type=OUTPUT_FILE, help="Draw time against context into this PNG file."),
+        click.option("--baseline", help="Compare with this result file, or with this commit, measured in turns."),
+        click.option("--rounds", type=click.IntRange(1), default=ROUNDS, help="Turns with --baseline COMMIT."),
+        click.option("--force", is_flag=True, help="Overwrite files that exist."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
-class BadInput(click.ClickException):
-    """A file or option that cannot be used: one line, exit code 2."""
-
-    exit_code = 2
-
-
-@main.command()
+@main.command(cls=PlainCommand)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--world", "worlds", default="1,2,4", callback=_worlds, help="Numbers of ranks, comma-separated.")
 @click.option(
@@ -235,8 +255,7 @@ class BadInput(click.ClickException):
 )
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Times that a call is timed.")
 @click.option("--device", default="cpu", help="cpu, or a GPU, which the ranks share.")
-@click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
-@click.option("--force", is_flag=True, help="Overwrite that file.")
+@output_options(json_option())
 def replay(
     file: Path,
     worlds: list[int],
@@ -252,10 +271,9 @@ def replay(
     Every id must be the unsharded selection's, and the blocks those that the engine's ranks chose, unless the keys are stored
     in another format. Exits 1 on any difference, 2 if FILE is no recording.
     """
+    check_writable(force, json_path)
     progress = Progress()
     try:
-        if json_path is not None and json_path.exists() and not force:
-            raise BadInput(f"{json_path} is there already: --force overwrites it")
         cases = replaying.cases(file, format)
         for world in worlds:
             cases[0].spec.owned_heads(0, world)
@@ -263,19 +281,17 @@ def replay(
         outcomes = list(compare(cases, worlds, progress, where, transport))
         times = replaying.time_calls(cases, worlds, repeat, progress, where, transport)
     except (ValueError, ImportError) as error:
-        raise BadInput(str(error)) from error
+        raise InputError(str(error)) from error
     finally:
         progress.close()
     _print(outcomes, str(file))
     click.echo(f"\nMilliseconds a call, median of {repeat}, slowest rank; ranks share this machine.\n")
     click.echo(replaying.time_table(times))
     click.echo("\n" + statement(outcomes))
-    if json_path is not None:
-        parameters: dict[str, Any] = {"command": "replay", "file": str(file), "worlds": worlds, "device": device}
-        parameters |= {"cache": format, "transport": transport}
-        told = as_json(outcomes, [], {**parameters, "version": lightning_indexer.__version__, "torch": torch.__version__})
-        told["times"] = [dataclasses.asdict(row) for row in times]
-        json_path.write_text(json.dumps(told, indent=1) + "\n")
+    parameters: dict[str, Any] = {"command": "replay", "file": str(file), "worlds": worlds, "device": device}
+    parameters |= {"cache": format, "transport": transport}
+    told = as_json(outcomes, [], {**parameters, "version": lightning_indexer.__version__, "torch": torch.__version__})
+    write_json(json_path, {**told, "times": [dataclasses.asdict(row) for row in times]})
     sys.exit(0 if all(outcome.passed for outcome in outcomes) else 1)
 
 
@@ -287,7 +303,32 @@ def bench() -> None:
     """
 
 
-@bench.command("decode")
+@bench.command("report", cls=PlainCommand)
+@click.argument("files", type=INPUT_FILE, nargs=-1, required=True)
+@click.option("--html", "html_path", type=OUTPUT_FILE, default="report.html", help="The page.")
+@click.option("--png", "png_folder", type=FOLDER, help="Write each picture into this folder, too.")
+@output_options()
+def bench_report(files: tuple[Path, ...], html_path: Path, png_folder: Path | None, force: bool) -> None:
+    """Make one HTML page of result FILES, with pictures, that needs no network: for a phone, a mail, a printer.
+
+    Time against context, percent of the roof, what dispatch chooses between, the break-even map, and what plan promised.
+    """
+    try:
+        plot.require_matplotlib("report")
+        results = [load_result(path) for path in files]
+        text, drawn = report_page(results)
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+    pictures = [] if png_folder is None else [(png_folder / f"{picture.name}.png", picture) for picture in drawn]
+    check_writable(force, html_path, *(path for path, _ in pictures))
+    html_path.write_text(text)
+    for path, picture in pictures:
+        path.write_bytes(picture.render("png"))
+    told = f" and {len(pictures)} pictures in {png_folder}" if pictures else ""
+    click.echo(f"{html_path}: {len(drawn)} pictures of {len(results)} results{told}")
+
+
+@bench.command("decode", cls=BenchCommand)
 @click.option(
     "--cases",
     "named",
@@ -310,7 +351,7 @@ def bench_decode(named: tuple[str, ...], shapes: list[tuple[int, int, int]], hea
     _bench([*(case for name in names for case in decode_set(name, heads)), *cases], **options)
 
 
-@bench.command("prefill")
+@bench.command("prefill", cls=BenchCommand)
 @click.option(
     "--case",
     "shapes",
@@ -329,7 +370,7 @@ def bench_prefill(shapes: list[tuple[int, int, int]], **options: Any) -> None:
     _bench(cases or prefill_set(), **options)
 
 
-@bench.command("cp")
+@bench.command("cp", cls=BenchCommand)
 @click.option("--world", type=click.IntRange(2, 16), default=4, help="Ranks.")
 @click.option("--heads", type=click.IntRange(1), default=4, help="Index heads of all ranks together.")
 @click.option(
@@ -359,42 +400,126 @@ def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: l
     _bench([*ranks, *alone], **options, exchange=exchange)
 
 
+@bench.command("write", cls=BenchCommand)
+@click.option(
+    "--format", "formats", type=click.Choice(["bf16", "fp8", "nvfp4"]), multiple=True, help="Repeatable.  [default: all]"
+)
+@click.option("--rows", default="128,4096,65536", callback=_numbers, help="Keys of a layer.")
+@click.option("--heads", type=click.IntRange(0), default=4, help="Of queries that are normed and rotated beside the keys.")
+@click.option("--quick", is_flag=True, help="Fewer replays.")
+@click.option("--device", default="cuda", help="A CUDA or HIP device.")
+@click.option("--commit", help="What is measured.  [default: HEAD of the checkout]")
+@output_options(json_option())
+def bench_write(
+    formats: tuple[str, ...],
+    rows: list[int],
+    heads: int,
+    quick: bool,
+    device: str,
+    commit: str | None,
+    json_path: Path | None,
+    force: bool,
+) -> None:
+    """Time writing the keys of one layer: by slot alone, then with norm and rotation of keys and queries."""
+    check_writable(force, json_path)
+    where = _gpu(device)
+    protocol = QUICK if quick else Protocol()
+    progress = Progress()
+    try:
+        with torch.cuda.device(where):
+            facts = Facts.read(where, commit)
+            progress("roofs", 0, 1)
+            roofs = measure_roofs(protocol, where)
+            chosen = formats or ("bf16", "fp8", "nvfp4")
+            written = measure_writes(chosen, rows, heads, where, facts.l2_bytes, roofs.read_tbps, protocol, progress)
+    except (ValueError, WrongSelectionError) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        progress.close()
+    result = Result(facts, roofs, [], [], False)
+    click.echo(f"\n{report.header(result, protocol.replays)}\n{report.write_table(written)}")
+    told = result.as_json()
+    told["rows"] = [row.as_json() for row in written]
+    write_json(json_path, told)
+
+
 def _bench(
     cases: Sequence[BenchCase],
     format: str,
+    queries: str | None,
     quick: bool,
     device: str,
     commit: str | None,
     json_path: Path | None,
     plot_path: Path | None,
+    baseline: str | None,
+    rounds: int,
+    force: bool,
     exchange: Callable[..., list[ExchangeRow]] | None = None,
 ) -> None:
+    check_writable(force, json_path, plot_path)
+    before = _baseline(baseline)
     where = _gpu(device)
     protocol = QUICK if quick else Protocol()
     progress = Progress()
-    try:
-        if plot_path is not None:
-            plot.require_matplotlib()
+
+    def run() -> tuple[Result, list[ExchangeRow], dict[str, Any]]:
         with torch.cuda.device(where):
             facts = Facts.read(where, commit)
             progress("roofs", 0, 1)
             roofs = measure_roofs(protocol, where)
-            result = measure(cases, format, where, facts, roofs, protocol, progress)
+            result = measure(cases, format, where, facts, roofs, protocol, progress, queries=queries)
             exchanged = [] if exchange is None else exchange(where, protocol, progress)
+        told = result.as_json()
+        told["rows"] += [row.as_json() for row in exchanged]
+        return result, exchanged, told
+
+    compared = None
+    try:
+        if plot_path is not None:
+            plot.require_matplotlib()
+        if isinstance(before, str):
+            runs = []
+
+            def measure_ours() -> ResultFile:
+                runs.append(run())
+                torch.cuda.empty_cache()
+                return parse_result(runs[-1][2], "this run")
+
+            arguments = measured_arguments(click.get_current_context().obj)
+            compared = against_commit(before, arguments, measure_ours, rounds, progress)
+            result, exchanged, told = runs[-1]
+        else:
+            result, exchanged, told = run()
+            if before is not None:
+                compared = compare_rounds([(before, parse_result(told, "this run"))], before.name)
     except (ValueError, ImportError, WrongSelectionError) as error:
         raise click.ClickException(str(error)) from error
     finally:
         progress.close()
     click.echo(f"\n{report.header(result, protocol.replays)}\n{report.result_table(result)}\n\n{report.summary(result)}")
-    told = result.as_json()
     if exchange is not None:
         click.echo(f"\n{report.exchange_table(exchanged)}\n\n{report.gain_table(result, exchanged)}")
-        told["rows"] += [row.as_json() for row in exchanged]
-    if json_path is not None:
-        json_path.write_text(json.dumps(told, indent=1) + "\n")
+    if compared is not None:
+        click.echo(f"\n{comparison_table(compared)}")
+        told["baseline"] = compared.as_json()
+    write_json(json_path, told)
     if plot_path is not None:
         plot.write_plot(result, plot_path)
-    sys.exit(1 if result.failures else 0)
+    sys.exit(1 if result.failures or (compared is not None and compared.slower) else 0)
+
+
+def _baseline(source: str | None) -> ResultFile | str | None:
+    """A result file, read before anything is measured, or the name of a commit."""
+    if source is None:
+        return None
+    try:
+        if Path(source).is_file():
+            return load_result(Path(source))
+        require(is_commit(source), "baseline", "a result file or a commit", repr(source))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return source
 
 
 def _gpu(name: str) -> torch.device:

@@ -30,11 +30,12 @@ from lightning_indexer.arguments import (
     check_sparse_table,
     check_table,
 )
-from lightning_indexer.cache import FORMATS, IndexCache, as_cache
+from lightning_indexer.cache import FORMATS, IndexCache, as_cache, is_packed
 from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
 from lightning_indexer.ops import backend_of, check_device, make_plan
+from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.ranks import ProcessRanks, Ranks, UnmappedError, gpu_name, ranks_of
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
@@ -224,7 +225,7 @@ class ContextParallelIndexer:
         rank's waits on the same GPU would wait for that one.
 
         Args:
-            cache_format: format of the caches to come.
+            cache_format: format of the caches to come; with queries of every dtype that it is scored with.
             query_lens: every query length Q to come.
             order: order to come.
             page_size: of the sparse tables to come; None if there will be none.
@@ -238,13 +239,16 @@ class ContextParallelIndexer:
             check_int("page_size", page_size, 1, self.spec.block_size)
         spec, owned, device, query_lens = self.spec, len(self.owned_heads), self.device, tuple(query_lens)
         cache = IndexCache.empty(1, spec, cache_format, device)
-        cache.data.zero_()
+        cache.data.view(torch.uint8).zero_()
         one = torch.ones(1, dtype=torch.int32, device=device)
         pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
 
+        dtypes = backend_of(device).query_dtypes(cache.format, device)
+
         def run(query_len: int, order: str, table: SparseTable | None, heads: int, requests: int, dry: bool) -> None:
-            q = torch.zeros(query_len, heads, spec.head_dim, dtype=cache.format.query_dtypes[0], device=device)
-            self._decode(q, cache, pages[:requests], one[:requests], query_len, order, table, None, None, 0, dry)
+            for dtype in dtypes:
+                q = torch.zeros(query_len, heads, spec.head_dim, device=device).to(dtype)
+                self._decode(q, cache, pages[:requests], one[:requests], query_len, order, table, None, None, 0, dry)
 
         measures = self._calibrates and device.type == "cuda"
         for dry in (True, False) if self.transport == "peer" else (False,):
@@ -293,6 +297,7 @@ class ContextParallelIndexer:
         query_len: int = 1,
         order: str = "score",
         max_seq_len: int | None = None,
+        cache_format: str = "bf16",
         out: StepPlan | None = None,
     ) -> StepPlan:
         """What `decode` derives from the lengths, for all layers of a step: see `lightning_indexer.plan_step`.
@@ -304,6 +309,7 @@ class ContextParallelIndexer:
             query_len: of the `decode` calls.
             order: of the `decode` calls.
             max_seq_len: B times the columns of their block table, if that is less than the indexer's `max_seq_len`.
+            cache_format: format of their cache.
             out: an earlier plan, made anew in place.
 
         Raises:
@@ -314,9 +320,11 @@ class ContextParallelIndexer:
         check_order(order)
         if max_seq_len is not None:
             check_int("max_seq_len", max_seq_len, 0)
+        check_choice("cache_format", cache_format, tuple(FORMATS))
         longest = self.max_seq_len if max_seq_len is None else min(max_seq_len, self.max_seq_len)
         threshold = self._threshold(len(seq_lens) * query_len)
-        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, threshold, out)
+        packed = is_packed(FORMATS[cache_format])
+        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, threshold, packed, out)
 
     def run_plan(
         self,
@@ -436,8 +444,10 @@ class ContextParallelIndexer:
         requests = step.seq_lens.shape[0]
         threshold = self._threshold(requests * query_len)
         facts = unscored_blocks(self.spec, order), step.longest, threshold
-        plan = StepPlan(batch.shares, batch.before[: requests + 1], self._worked_shard, self.spec.block_size, *facts)
-        return make_plan(step.seq_lens, self.spec, step.longest, order, self._worked_shard, threshold, plan)
+        packed = is_packed(step.cache.format)
+        shares = batch.shares[: decode_programs(device_facts(self.device), packed)]
+        plan = StepPlan(shares, batch.before[: requests + 1], self._worked_shard, self.spec.block_size, *facts)
+        return make_plan(step.seq_lens, self.spec, step.longest, order, self._worked_shard, threshold, packed, plan)
 
     def _agree(self, subject: str, check: Callable[[], Checked], outline: Callable[[Checked], Message]) -> Checked:
         """Check this rank's arguments, then tell the others what they are, or that they are wrong."""

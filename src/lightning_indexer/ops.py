@@ -21,8 +21,8 @@ from lightning_indexer.arguments import (
     check_table,
     check_workspace,
 )
-from lightning_indexer.cache import IndexCache
-from lightning_indexer.checks import check_int, check_tensor, require
+from lightning_indexer.cache import FORMATS, IndexCache, is_packed
+from lightning_indexer.checks import check_choice, check_int, check_tensor, require
 from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.rows import visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
@@ -249,6 +249,7 @@ def plan_step(
     max_seq_len: int,
     order: str = "score",
     shard: Shard | None = None,
+    cache_format: str = "bf16",
     out: StepPlan | None = None,
 ) -> StepPlan:
     """What `decode` derives from the lengths, for all layers of a step: an even split of the pages over the GPU.
@@ -263,6 +264,7 @@ def plan_step(
             columns of their table.
         order: the order of the `decode` calls.
         shard: whose blocks; None is the whole context.
+        cache_format: format of the caches of the `decode` calls. Another one's plan is as right, but not as fast.
         out: an earlier plan on the same device, made anew in place, so that a captured graph finds it.
 
     Returns:
@@ -274,7 +276,9 @@ def plan_step(
     check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
     check_order(order)
     check_int("max_seq_len", max_seq_len, 0)
-    return make_plan(seq_lens, check_spec(spec), max_seq_len, order, check_shard(shard), None, out)
+    check_choice("cache_format", cache_format, tuple(FORMATS))
+    packed = is_packed(FORMATS[cache_format])
+    return make_plan(seq_lens, check_spec(spec), max_seq_len, order, check_shard(shard), None, packed, out)
 
 
 def make_plan(
@@ -284,6 +288,7 @@ def make_plan(
     order: str,
     shard: Shard,
     threshold: int | None,
+    packed: bool,
     out: StepPlan | None,
 ) -> StepPlan:
     """`plan_step` of checked arguments, for a step that the ranks share only past `threshold` pages."""
@@ -293,7 +298,8 @@ def make_plan(
     if backend_of(device) is torch_backend:
         return StepPlan(None, None, *facts)
     if out is None:
-        shares = torch.empty(decode_programs(device_facts(device)), SHARE_FIELDS, dtype=torch.int32, device=device)
+        programs = decode_programs(device_facts(device), packed)
+        shares = torch.empty(programs, SHARE_FIELDS, dtype=torch.int32, device=device)
         out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), *facts)
     check_plan(out, spec, shard, requests, order, longest, threshold)
     backend_of(device).plan_step(seq_lens, spec, longest, shard, out)

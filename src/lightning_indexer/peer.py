@@ -17,6 +17,8 @@ from lightning_indexer.triton_backend import Decode, Owner, on_its_device
 from lightning_indexer.workspace import StepPlan, Workspace, power_of_two, unscored_blocks
 
 WORD_BYTES = 8
+MOST_QUERY_BYTES = 2  # of an element
+FNUZ_NAN_FLIP = 0x7F7F7F7F7F7F7F7F  # turns a word of e4m3fnuz NaNs into EMPTY, and no other word
 MOST_LANES = 1024  # keys of all ranks that a program merges at once
 POLLS_PER_SECOND = 1_000_000  # looks at a box that is not filled yet: about a microsecond each
 DRY = -1  # polls of a launch that neither sends nor waits
@@ -56,7 +58,7 @@ class PeerTransport:
         self.polls = min(int(timeout.total_seconds() * POLLS_PER_SECOND), 2**31 - 1)
         heads = len(self.owned)
         self.query_words = 2 * ranks.world * heads * max_rows * spec.topk  # the keys lie before the queries
-        words = self.query_words + 2 * ranks.world * heads * max_rows * spec.head_dim // kernels.WORD.value
+        words = self.query_words + 2 * ranks.world * heads * max_rows * spec.head_dim * MOST_QUERY_BYTES // WORD_BYTES
         self.box = torch.full((words,), kernels.EMPTY.value, dtype=torch.int64, device=device)
         _finish(device)  # nobody may write before it is empty
         self.boxes = ranks.share(self.box, setup_timeout)
@@ -121,13 +123,14 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, d
     assert plan.shares is not None
     rows, owned, dim = q.shape
     heads = transport.spec.num_heads
-    gathered = transport.queries[: rows * heads * dim].view(rows, heads, dim)
-    chunks = -(-rows * owned * dim // (kernels.WORD.value * kernels.CHUNK.value))
-    words = q.stride(0) // kernels.WORD.value, q.stride(1) // kernels.WORD.value
+    per_word = WORD_BYTES // q.element_size()
+    gathered = transport.queries.view(q.dtype)[: rows * heads * dim].view(rows, heads, dim)
+    chunks = -(-rows * owned * dim // (per_word * kernels.CHUNK.value))
+    words = q.stride(0) // per_word, q.stride(1) // per_word
     policy = decode_policy(device_facts(q.device), 0)
     kernels.gather_kernel[(min(chunks, transport.waiters),)](
-        q.view(torch.int16),
-        gathered,
+        _words(q),
+        _words(gathered),
         transport.addresses,
         plan.shares[:, -1],
         transport.steps,
@@ -143,12 +146,18 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, d
         transport.max_rows,
         transport.query_words,
         DRY if dry else transport.polls,
-        DIM=dim,
+        WORDS=dim // per_word,
+        FLIP=FNUZ_NAN_FLIP if q.dtype == torch.float8_e4m3fnuz else 0,
         AUTO=plan.threshold is not None,
         PDL=policy.pdl,
         **policy.select_options(),
     )
-    return gathered.view(q.dtype)
+    return gathered
+
+
+def _words(q: torch.Tensor) -> torch.Tensor:
+    """Queries as a tensor of a dtype that every Triton has."""
+    return q.view(torch.int16 if q.element_size() == 2 else torch.uint8)
 
 
 def _exchange(
@@ -192,7 +201,7 @@ def _exchange(
         spec.topk,
         transport.ranks.rank,
         world,
-        step.workspace.programs,
+        step.programs,
         transport.max_rows,
         waiters,
         DRY if dry else transport.polls,

@@ -10,6 +10,7 @@ import torch
 from lightning_indexer.checks import require
 
 SELECT_WARPS = 4
+PREFETCH_BYTES = 128 * 16  # 128 lanes ask for 16 bytes or a multiple each
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,18 @@ class DecodePolicy:
     num_warps: int
     num_stages: int  # page buffers per program, one of them in use
     ahead: int  # pages that a planned program asks for before the kernel before has ended
+    carry: bool  # each page is loaded into registers while the one before it is scored
+    native: bool  # the GPU converts e4m3 by itself
     pdl: bool  # programmatic dependent launch: the launch overlaps the tail of the kernel before
     instruction: dict[str, int]  # options that fix the matrix instruction
     warp_threads: int
+    max_registers: int | None  # per thread, for tiles of up to 16 columns; None leaves it to the compiler
 
-    def options(self) -> dict[str, Any]:
+    def options(self, columns: int) -> dict[str, Any]:
         """Keyword arguments of the launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **_pdl_option(self.pdl), **self.instruction}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        limit = {} if self.max_registers is None or columns > 16 else {"maxnreg": self.max_registers}
+        return options | limit | _pdl_option(self.pdl) | self.instruction
 
     def select_options(self) -> dict[str, Any]:
         """Keyword arguments of the launch that selects."""
@@ -55,6 +61,7 @@ class PrefillPolicy:
     num_warps: int
     num_stages: int
     pdl: bool
+    native: bool  # the GPU converts e4m3 by itself
     instruction: dict[str, int]  # options that fix the matrix instruction
     max_registers: int | None  # per thread, so that two programs fit a multiprocessor; None leaves it to the compiler
 
@@ -89,14 +96,16 @@ def device_facts(device: torch.device) -> DeviceFacts:
     return DeviceFacts(vendor, capability, properties.multi_processor_count)
 
 
-def decode_programs(facts: DeviceFacts) -> int:
-    """Persistent programs of the decode kernel per column tile: two per multiprocessor, or the power of two just below.
+def decode_programs(facts: DeviceFacts, packed: bool) -> int:
+    """Persistent programs of the decode kernel per column tile, for keys of 8 bits or less (`packed`) or 16.
 
-    H200, 2026-11-29, bf16 pages of 32 KiB: two programs with two pages in flight each beat one with five by 13 % at 34 MB.
-    256 programs beat 264 by 10 % at 1 x 131,072 (13.9 against 15.5 us) and lost nowhere more than 2 %: contexts are often a
-    power of two, and then every share is equal.
+    Two per multiprocessor, or the power of two just below; four of packed keys. H200, 2026-11-29, bf16 pages of 32 KiB: two
+    programs with two pages in flight each beat one with five by 13 % at 34 MB. 256 programs beat 264 by 10 % at 1 x 131,072
+    (13.9 against 15.5 us) and lost nowhere more than 2 %: contexts are often a power of two, and then every share is equal.
+    2026-11-30, 4 M tokens, a kernel that only scores: fp8 took 135 us with 396 or 512 programs, 148 with 264; NVFP4 154 with
+    396, 148 with 528.
     """
-    programs = 2 * facts.processors
+    programs = (4 if packed else 2) * facts.processors
     even = 1 << (programs.bit_length() - 1)
     return even if 1.05 * even >= programs else programs
 
@@ -110,18 +119,28 @@ def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
     return max(1, 4 * facts.processors // neighbours)
 
 
-def decode_policy(facts: DeviceFacts, page_bytes: int) -> DecodePolicy:
+def converts_e4m3(facts: DeviceFacts) -> bool:
+    """Whether the GPU has instructions from and to e4m3: NVIDIA's do from compute capability 8.9 on."""
+    return facts.vendor == "nvidia" and facts.capability >= (8, 9)
+
+
+def decode_policy(facts: DeviceFacts, page_bytes: int, packed: bool = False, nvfp4: bool = False) -> DecodePolicy:
     """Policy of the decode kernel for pages of `page_bytes`."""
     hopper = _is_hopper_like(facts)
+    ahead = 2 if hopper else 0
     return DecodePolicy(
         num_warps=4,
         # Three buffers of 32 KiB leave room for two programs in the 227 KiB of Hopper; elsewhere 64 to 100 KiB is all.
-        num_stages=_stages(page_bytes, 3 if hopper else 2, 65536 if hopper else 32768),
+        num_stages=1 if nvfp4 else _stages(page_bytes, 3 if hopper else 2, 65536 if hopper else 32768),
         # H200, 2026-11-30: two pages save 0.2 us at 1 MB, 0.5 at 8 and 34 MB, nothing at 0.5 GB; four cost 0.7 us at 34 MB.
-        ahead=2 if hopper else 0,
+        ahead=ahead if ahead * page_bytes % PREFETCH_BYTES == 0 else 0,
+        # H200, 2026-11-30, 4 M tokens of NVFP4: 128 us; through shared memory, where its rows meet in the same banks, 178.
+        carry=nvfp4,
+        native=converts_e4m3(facts),
         pdl=hopper,
         instruction=_instruction(facts),
         warp_threads=64 if facts.vendor == "amd" else 32,
+        max_registers=128 if hopper and packed else None,  # four programs then fit a multiprocessor
     )
 
 
@@ -138,9 +157,29 @@ def prefill_policy(facts: DeviceFacts, page_bytes: int, keep: int) -> PrefillPol
         num_warps=8 if wide else 4,
         num_stages=_stages(page_bytes, 2, 32768),
         pdl=_is_hopper_like(facts),
+        native=converts_e4m3(facts),
         instruction=_instruction(facts),
         max_registers=128 if wide and keep <= 16 else None,
     )
+
+
+@dataclass(frozen=True)
+class WritePolicy:
+    """How the kernel that writes keys is launched."""
+
+    rows: int  # of one program
+    num_warps: int
+    pdl: bool
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the launch."""
+        return {"num_warps": self.num_warps} | _pdl_option(self.pdl)
+
+
+def write_policy(facts: DeviceFacts, rows: int) -> WritePolicy:
+    """Policy of writing `rows` keys: few rows a program until there are enough programs for all multiprocessors."""
+    few = rows <= 16 * facts.processors
+    return WritePolicy(rows=4 if few else 32, num_warps=1 if few else 4, pdl=_is_hopper_like(facts))
 
 
 def _instruction(facts: DeviceFacts) -> dict[str, int]:

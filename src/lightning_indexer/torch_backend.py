@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer.cache import IndexCache
+from lightning_indexer.cache import CacheFormat, IndexCache, saturated
 from lightning_indexer.dots import fixed_dots
 from lightning_indexer.key import MAX_BLOCKS, key_blocks, pack_keys, top_keys
+from lightning_indexer.norm_rope import NormRope
 from lightning_indexer.rows import decode_lengths, prefill_lengths, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
@@ -101,6 +102,11 @@ def candidates(rows: Rows, cache: IndexCache, spec: IndexerSpec, shard: Shard) -
     scores = torch.empty(rows.q.shape[1], rows.q.shape[0], width, dtype=torch.float32, device=rows.q.device)
     score_rows(rows, cache, spec, shard, scores)
     return row_keys(scores, rows.lengths, spec, shard)
+
+
+def query_dtypes(format: CacheFormat, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Query dtypes that a format can be scored with."""
+    return format.query_dtypes
 
 
 def check_operands(q: torch.Tensor, cache: IndexCache) -> None:
@@ -216,3 +222,25 @@ def prefill(
     for rows in prefill_tiles(q, block_table, cu_seqlens_q, seq_lens.clamp(max=longest), spec.block_size):
         keys = candidates(rows, cache, spec, Shard())
         out[:, rows.where] = first_ids(keys[None], rows.lengths, spec, order).to(out.dtype)
+
+
+def write(cache: IndexCache, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store keys by slot."""
+    tokens = cache.num_pages * cache.spec.block_size
+    inside = (slot_mapping >= 0) & (slot_mapping < tokens)
+    cache.store_tokens(keys[inside], slot_mapping[inside])
+
+
+def norm_rope_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cache: IndexCache,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    rules: NormRope,
+    out: torch.Tensor,
+) -> None:
+    """Norm and rotate queries into `out` and keys into the cache."""
+    queries = rules.apply(q, rules.query_weight, positions)
+    out.copy_(saturated(queries, out.dtype) if out.element_size() == 1 else queries)
+    write(cache, rules.apply(k, rules.key_weight, positions), slot_mapping)

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
-from lightning_indexer.cache import IndexCache
+from lightning_indexer.cache import CacheFormat, Fp8Format, IndexCache, is_packed
 from lightning_indexer.checks import require
 from lightning_indexer.kernels import decode as decode_kernels
 from lightning_indexer.kernels import prefill as prefill_kernels
 from lightning_indexer.kernels import select as select_kernels
-from lightning_indexer.policy import decode_policy, device_facts, prefill_policy
+from lightning_indexer.kernels import write as write_kernels
+from lightning_indexer.norm_rope import NormRope
+from lightning_indexer.policy import converts_e4m3, decode_policy, decode_programs, device_facts, prefill_policy, write_policy
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import (
@@ -27,8 +30,9 @@ from lightning_indexer.workspace import (
 )
 
 on_gpu = True  # scratch, step plans and the peer transport are for this backend
-MATRIX_FORMATS = ("bf16", "fp16")  # exact float32 products take no matrix unit, and many more registers than there are
-ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype
+# What the kernels call a cache format. Exact float32 products take no matrix unit, and many more registers than there are.
+KERNEL_FORMATS = {"bf16": "plain", "fp16": "plain", "fp8": "fp8", "fp8_fnuz": "fp8_fnuz", "nvfp4": "nvfp4"}
+ALIGNED = 16  # bytes
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
 TILE_KEYS = 4096  # keys that a prefill tile holds in registers
 MIN_SPLIT_BLOCKS = 4  # blocks of context that are worth a split
@@ -49,19 +53,60 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def check_aligned(argument: str, tensor: torch.Tensor) -> None:
-    """Require what the kernels' 16-byte loads need of a query or cache tensor."""
-    strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    fits = tensor.data_ptr() % 16 == 0 and all(stride % ALIGNED == 0 for stride in strides)
+def check_aligned(argument: str, tensor: torch.Tensor, dims: int) -> None:
+    """Require what the kernels' 16-byte loads need of a query or cache tensor: of its address and its first `dims` strides."""
+    strides = [stride for stride, size in zip(tensor.stride()[:dims], tensor.shape, strict=False) if size > 1]
+    fits = tensor.data_ptr() % ALIGNED == 0 and all(stride * tensor.element_size() % ALIGNED == 0 for stride in strides)
     require(fits, argument, "address and strides that are multiples of 16 bytes", f"strides {tuple(tensor.stride())}")
 
 
+def query_dtypes(format: CacheFormat, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Query dtypes that a format can be scored with on a GPU."""
+    facts = device_facts(device)
+    narrow = facts.vendor == "amd" or converts_e4m3(facts)
+    return tuple(dtype for dtype in format.query_dtypes if narrow or dtype.itemsize > 1)
+
+
 def check_operands(q: torch.Tensor, cache: IndexCache) -> None:
-    """Require a format that the matrix unit takes, and alignment."""
-    formats = " or ".join(MATRIX_FORMATS)
-    require(cache.format.name in MATRIX_FORMATS, "cache", f"format {formats} on a GPU", cache.format.name)
-    check_aligned("cache", cache.data)
-    check_aligned("q", q)
+    """Require formats that this GPU can score, and alignment."""
+    facts = device_facts(q.device)
+    formats = " or ".join(KERNEL_FORMATS)
+    require(cache.format.name in KERNEL_FORMATS, "cache", f"format {formats} on a GPU", cache.format.name)
+    if facts.vendor == "nvidia":
+        require(cache.format.name != "fp8_fnuz", "cache", "format fp8 (e4m3fn) on an NVIDIA GPU", "fp8_fnuz")
+        capability = "{}.{}".format(*facts.capability)
+        plain = q.element_size() > 1 or converts_e4m3(facts)
+        require(
+            plain, "q", f"bfloat16 on compute capability {capability}, which has no fp8", str(q.dtype).removeprefix("torch.")
+        )
+    check_aligned("cache", cache.data, 1)
+    check_aligned("q", q, 2)
+
+
+def units(tensor: torch.Tensor, dim: int) -> int:
+    """A stride in units of 16 bytes."""
+    return tensor.stride(dim) * tensor.element_size() // ALIGNED
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A cache as the kernels take it."""
+
+    data: torch.Tensor  # bytes, unless of 16-bit floats
+    scale: torch.Tensor
+    scale_stride: int
+    constants: dict[str, Any]  # TYPE, FORMAT, SCALED
+
+    @classmethod
+    def of(cls, cache: IndexCache, q: torch.Tensor) -> "Pages":
+        """The cache, for products with `q`: of bf16, or fp16, which holds e4m3 as well."""
+        format = KERNEL_FORMATS[cache.format.name]
+        data = cache.data if format == "plain" else cache.data.view(torch.uint8)
+        products = triton.language.bfloat16 if q.dtype == torch.bfloat16 else triton.language.float16
+        constants = {"TYPE": products, "FORMAT": format, "SCALED": cache.scale is not None}
+        if cache.scale is None:
+            return cls(data, data, 0, constants)
+        return cls(data, cache.scale, cache.scale.stride(0), constants)
 
 
 @on_its_device
@@ -249,7 +294,12 @@ class Decode:
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
         self.owner = owner
         self.own_tiling = self.tiling if owner is None else DecodeTiling.of(spec, query_len, owner.heads)
-        self.policy = decode_policy(device_facts(q.device), cache.page_bytes)
+        facts, self.pages = device_facts(q.device), Pages.of(cache, q)
+        shares = None if self.plan is None else self.plan.shares
+        packed = is_packed(cache.format)
+        self.programs = decode_programs(facts, packed) if shares is None else len(shares)
+        self.page_bytes = self.pages.data[0].numel() * self.pages.data.element_size()
+        self.policy = decode_policy(facts, self.page_bytes, packed, cache.format.name == "nvfp4")
         if workspace is None:
             columns = max(1, query_len * self.heads)
             workspace = Workspace(spec, max_requests=max(1, self.requests), max_columns=columns, device=q.device)
@@ -261,9 +311,10 @@ class Decode:
         if not self.requests:
             return
         owner, auto = self.owner, self.plan is not None and self.plan.threshold is not None
-        decode_kernels.score_kernel[(self.workspace.programs, tiling.tiles)](
+        decode_kernels.score_kernel[(self.programs, tiling.tiles)](
             q,
-            self.cache.data,
+            self.pages.data,
+            self.pages.scale,
             self.block_table,
             self.seq_lens,
             self.seq_lens.stride(0),
@@ -284,9 +335,10 @@ class Decode:
             self.shard.rank,
             self.shard.world,
             self.cache.num_pages,
-            q.stride(0) // ALIGNED,
-            q.stride(1) // ALIGNED,
-            self.cache.data.stride(0) // ALIGNED,
+            units(q, 0),
+            units(q, 1),
+            units(self.pages.data, 0),
+            self.pages.scale_stride,
             self.block_table.stride(0),
             *((0, 0) if scores is None else scores.stride()[:2]),
             BLOCK=spec.block_size,
@@ -299,10 +351,14 @@ class Decode:
             AUTO=auto,
             COUNT=owner is not None,
             PLANNED=self.plan is not None,
+            NATIVE=self.policy.native,
+            CARRY=self.policy.carry,
+            PAGE_BYTES=self.page_bytes,
             PDL=self.policy.pdl,
             STAGES=self.policy.num_stages,
             AHEAD=self.policy.ahead,
-            **self.policy.options(),
+            **self.pages.constants,
+            **self.policy.options(tiling.columns),
         )
 
     def select(self, out: torch.Tensor, order: str, sparse_table: SparseTable | None) -> None:
@@ -326,7 +382,7 @@ class Decode:
             spec.topk,
             self.shard.rank,
             self.shard.world,
-            self.workspace.programs,
+            self.programs,
             *out.stride()[:2],
             *table_strides(sparse_table),
             BLOCK=spec.block_size,
@@ -387,7 +443,8 @@ def prefill(
         return
     requests = len(seq_lens)
     keep = keys_kept(spec.topk)
-    policy = prefill_policy(device_facts(q.device), cache.page_bytes, keep)
+    pages = Pages.of(cache, q)
+    policy = prefill_policy(device_facts(q.device), spec.block_size * dim * 2, keep)
     columns = max(16, min(policy.columns, TILE_KEYS // keep))
     heads_per_tile = min(heads, columns)
     head_tiles = -(-heads // heads_per_tile)
@@ -412,7 +469,8 @@ def prefill(
     }
     prefill_kernels.prefill_kernel[(tiles, splits, head_tiles)](
         q,
-        cache.data,
+        pages.data,
+        pages.scale,
         block_table,
         cu_seqlens_q,
         cu_seqlens_q.stride(0),
@@ -424,14 +482,17 @@ def prefill(
         spec.init_blocks,
         spec.local_blocks,
         cache.num_pages,
-        q.stride(0) // ALIGNED,
-        q.stride(1) // ALIGNED,
-        cache.data.stride(0) // ALIGNED,
+        units(q, 0),
+        units(q, 1),
+        units(pages.data, 0),
+        pages.scale_stride,
         block_table.stride(0),
         *out.stride()[:2],
         DIM=dim,
         STAGES=policy.num_stages,
+        NATIVE=policy.native,
         PDL=policy.pdl,
+        **pages.constants,
         **constants,
         **policy.options(),
     )
@@ -452,3 +513,94 @@ def prefill(
             PDL=policy.pdl,
             **policy.merge_options(),
         )
+
+
+@on_its_device
+def _write(
+    keys: torch.Tensor,
+    cache: IndexCache,
+    slot_mapping: torch.Tensor,
+    q: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rules: NormRope | None,
+    out: torch.Tensor | None,
+) -> None:
+    rows, dim = keys.shape
+    if not rows:
+        return
+    facts = device_facts(keys.device)
+    format = KERNEL_FORMATS.get(cache.format.name, "plain")
+    pages = cache.data if format == "plain" else cache.data.view(torch.uint8)
+    policy = write_policy(facts, rows)
+    heads = 0 if q is None else q.shape[1]
+    queries = keys if q is None else q
+    made = keys if out is None else out
+    written = made.view(torch.uint8) if made.element_size() == 1 else made
+    units = (_unit(keys, 1), _unit(pages, 1), _unit(queries, queries.dim() - 1), _unit(written, written.dim() - 1))
+    key_unit, page_unit, q_unit, out_unit = units
+    write_kernels.write_kernel[(-(-rows // policy.rows), 1 + heads)](
+        keys,
+        slot_mapping,
+        slot_mapping.stride(0),
+        pages,
+        pages if cache.scale is None else cache.scale,
+        queries,
+        written,
+        slot_mapping if positions is None else positions,
+        0 if positions is None else positions.stride(0),
+        keys if rules is None else rules.query_weight,
+        keys if rules is None else rules.key_weight,
+        keys if rules is None else rules.frequency,
+        rows,
+        cache.num_pages * cache.spec.block_size,
+        keys.stride(0) // key_unit,
+        pages.stride(0) // page_unit,
+        0 if cache.scale is None else cache.scale.stride(0),
+        queries.stride(0) // q_unit,
+        queries.stride(1) // q_unit,
+        written.stride(0) // out_unit,
+        written.stride(1) // out_unit,
+        0.0 if rules is None else rules.eps,
+        KEY_UNIT=key_unit,
+        PAGE_UNIT=page_unit,
+        Q_UNIT=q_unit,
+        OUT_UNIT=out_unit,
+        BLOCK=cache.spec.block_size,
+        DIM=dim,
+        ROW=pages.shape[2],
+        ROWS=policy.rows,
+        FORMAT=format,
+        SCALED=cache.scale is not None,
+        LARGEST=cache.format.largest if isinstance(cache.format, Fp8Format) else 0.0,
+        NORM=rules is not None,
+        ROTARY=0 if rules is None else rules.rotary_dim,
+        OUT_FNUZ=made.dtype == torch.float8_e4m3fnuz,
+        NATIVE=converts_e4m3(facts),
+        PDL=policy.pdl,
+        **policy.options(),
+    )
+
+
+def _unit(tensor: torch.Tensor, dims: int) -> int:
+    """Elements in 16 bytes if address and the first `dims` strides are multiples of that, else 1."""
+    elements = ALIGNED // tensor.element_size()
+    aligned = tensor.data_ptr() % ALIGNED == 0 and all(stride % elements == 0 for stride in tensor.stride()[:dims])
+    return elements if aligned else 1
+
+
+def write(cache: IndexCache, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store keys by slot."""
+    _write(keys, cache, slot_mapping, None, None, None, None)
+
+
+def norm_rope_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cache: IndexCache,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    rules: NormRope,
+    out: torch.Tensor,
+) -> None:
+    """Norm and rotate queries into `out` and keys into the cache."""
+    _write(k, cache, slot_mapping, q, positions, rules, out)

@@ -64,7 +64,7 @@ class Workspace:
         check_int("max_requests", max_requests, 1)
         check_int("max_columns", max_columns, 1)
         self.device = torch.empty(0, device=device).device
-        self.programs = decode_programs(device_facts(self.device))
+        self.programs = decode_programs(device_facts(self.device), packed=True)  # the most there are
         size = max(self._keys(spec, max_requests, columns) for columns in range(1, max_columns + 1))
         size = max(size, PREFILL_KEYS if prefill else 0)
         self.keys = torch.empty(size, dtype=torch.int64, device=self.device)

@@ -54,11 +54,14 @@ class DecodeCase:
         lengths = decode_lengths(torch.tensor(self.seq_lens), self.query_len, len(self.seq_lens) * self.query_len)
         return self.heads * 2 * spec.head_dim * int(lengths.sum())
 
-    def peer_us(self) -> float | None:
-        """The peer's time for this case in bf16, where it was measured."""
+    def peer_us(self, format: str, queries: str) -> float | None:
+        """The peer's time for this case with a cache and queries in these formats, where it was measured."""
         if self.heads != 1 or len(self.groups) != 1:
             return None
-        return peers.DECODE.get((*self.groups[0], self.query_len))
+        if format == "fp8":
+            both = peers.DECODE_FP8.get((*self.groups[0], self.query_len))
+            return None if both is None else both[queries == "fp8"]
+        return peers.DECODE.get((*self.groups[0], self.query_len)) if format == "bf16" else None
 
     def fields(self) -> dict[str, Any]:
         """The case in a result row; `context` is the longest one, and `lengths` tells where they differ."""
@@ -91,7 +94,7 @@ class RankCase(DecodeCase):
         """Index keys that the rank must read, once per request whatever Q and H. Nothing else is counted."""
         return index_bytes(torch.tensor(self.seq_lens), spec, token_bytes, Shard(0, self.world))
 
-    def peer_us(self) -> float | None:
+    def peer_us(self, format: str, queries: str) -> float | None:
         """The peer was not measured with this set of heads and ranks on this path."""
         return None
 
@@ -132,9 +135,9 @@ class PrefillCase:
         """`heads * 2 * D * (T*prefix + T*T/2)`."""
         return self.heads * spec.head_dim * (2 * self.tokens * self.prefix + self.tokens * self.tokens)
 
-    def peer_us(self) -> float | None:
-        """The peer's time for this case in bf16, where it was measured."""
-        return peers.PREFILL.get((self.heads, self.tokens, self.prefix))
+    def peer_us(self, format: str, queries: str) -> float | None:
+        """The peer's time for this case with a cache in this format, where it was measured."""
+        return peers.PREFILL.get((self.heads, self.tokens, self.prefix)) if format == "bf16" else None
 
     def fields(self) -> dict[str, Any]:
         """The case in a result row."""

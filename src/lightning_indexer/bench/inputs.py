@@ -8,17 +8,20 @@ and nowhere else.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import lightning_indexer as li
 from lightning_indexer.bench.cases import Case, PrefillCase, RankCase
 from lightning_indexer.bench.timing import Rotation
+from lightning_indexer.cache import is_packed
 from lightning_indexer.ops import backend_of
 from lightning_indexer.rows import visible_blocks
 
 ENGINE_MAX_SEQ_LEN = 163_840  # the bound that the peer's figures were taken with; longer contexts are their own bound
 OUT_OF_CACHE = 2**31 - 1
+DISTINCT_PAGES = 4096
 CHUNK_QUERY_LEN = 8  # rows of a chunk that the gate scores as one decode request
 UNWRITTEN = -7  # no block id, and not the padding either
 
@@ -45,10 +48,17 @@ class Step:
 def draw_pool(
     pages: int, spec: li.IndexerSpec, format: str, device: torch.device, generator: torch.Generator
 ) -> li.IndexCache:
-    """Pages of normally distributed keys."""
+    """Pages of normally distributed keys; where they must be rounded to the format, `DISTINCT_PAGES` again and again."""
     pool = li.IndexCache.empty(pages, spec, format=format, device=device)
-    for some in torch.split(pool.data, 1 << 14):
-        some.normal_(generator=generator)
+    if not is_packed(pool.format):
+        for some in torch.split(pool.data, 1 << 14):
+            some.normal_(generator=generator)
+        return pool
+    first, *others = torch.split(pool.data.view(torch.uint8), DISTINCT_PAGES)
+    keys = torch.randn(len(first) * spec.block_size, spec.head_dim, generator=generator, device=device)
+    pool.write(keys, torch.arange(len(keys), device=device))
+    for some in others:
+        some.copy_(first[: len(some)])
     return pool
 
 
@@ -75,15 +85,18 @@ def draw_table(case: Case, spec: li.IndexerSpec, pages: int, generator: torch.Ge
     return table
 
 
-def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torch.Generator) -> Step:
-    """The case on the pool's device, `rotation.views` layers of it."""
+def prepare(
+    case: Case, pool: li.IndexCache, rotation: Rotation, generator: torch.Generator, queries: torch.dtype | None = None
+) -> Step:
+    """The case on the pool's device, `rotation.views` layers of it; queries of the given dtype, or the cache's first."""
     spec, device = pool.spec, pool.device
     views = torch.split(pool.data, rotation.pages)[: rotation.views]
     caches = [li.IndexCache.wrap(view, spec, format=pool.format.name) for view in views]
     block_table = draw_table(case, spec, rotation.pages, generator)
     seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
     rows = case.tokens if isinstance(case, PrefillCase) else len(case.seq_lens) * case.query_len
-    q = torch.randn(rows, case.heads, spec.head_dim, generator=generator, device=device).to(pool.format.query_dtypes[0])
+    q = torch.randn(rows, case.heads, spec.head_dim, generator=generator, device=device)
+    q = q.to(queries or pool.format.query_dtypes[0])
     bound = block_table.shape[1] * spec.block_size
     if isinstance(case, RankCase):
         return _rank_step(case, spec, q, caches, block_table, seq_lens, bound)
@@ -92,7 +105,7 @@ def prepare(case: Case, pool: li.IndexCache, rotation: Rotation, generator: torc
         return _prefill_step(case, spec, q, caches, block_table, seq_lens, ids)
 
     columns = case.query_len * case.heads
-    shares = li.plan_step(seq_lens, spec=spec, max_seq_len=bound)
+    shares = li.plan_step(seq_lens, spec=spec, max_seq_len=bound, cache_format=pool.format.name)
     gpu = device.type == "cuda"
     workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=device) if gpu else None
 
@@ -126,7 +139,10 @@ def _rank_step(
 ) -> Step:
     backend, world, columns = backend_of(q.device), case.world, case.query_len * case.heads
     shards = [li.Shard(rank, world) for rank in range(world)]
-    shares = li.plan_step(seq_lens, spec=spec, max_seq_len=bound, shard=shards[0])
+    planned = partial(
+        li.plan_step, seq_lens, spec=spec, max_seq_len=bound, shard=shards[0], cache_format=caches[0].format.name
+    )
+    shares = planned()
     gpu = q.device.type == "cuda"
     workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=q.device) if gpu else None
     keys = torch.full((len(caches), case.heads, len(q), spec.topk), UNWRITTEN, dtype=torch.int64, device=q.device)
@@ -140,7 +156,7 @@ def _rank_step(
         rank_keys(view, shards[0], keys[view], shares)
 
     def plan() -> None:
-        li.plan_step(seq_lens, spec=spec, max_seq_len=bound, shard=shards[0], out=shares)
+        planned(out=shares)
 
     def merged(view: int) -> torch.Tensor:
         others = [rank_keys(view, shard, torch.empty_like(keys[view]), None) for shard in shards[1:]]

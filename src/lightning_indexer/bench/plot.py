@@ -9,12 +9,12 @@ from lightning_indexer.bench.cases import PrefillCase, RankCase
 from lightning_indexer.bench.run import Result, Row
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(what: str = "--plot") -> None:
     """Raise ImportError, saying what to install, unless matplotlib is there."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib: pip install 'lightning-indexer[bench]' ({error})") from error
+        raise ImportError(f"{what} needs matplotlib: pip install 'lightning-indexer[bench]' ({error})") from error
 
 
 def write_plot(result: Result, path: Path) -> None:

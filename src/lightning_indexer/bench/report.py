@@ -8,13 +8,15 @@ from lightning_indexer.bench import peers
 from lightning_indexer.bench.cases import RankCase
 from lightning_indexer.bench.exchange import ExchangeRow
 from lightning_indexer.bench.run import Result, Row
+from lightning_indexer.bench.write import WriteRow
 from lightning_indexer.text import table
 
 
 def header(result: Result, replays: int) -> str:
     """What the table was measured on, and what its columns are."""
     facts, roofs = result.facts, result.roofs
-    formats = "".join(f" Index-K cache in {name}." for name in sorted({row.format for row in result.rows}))
+    pairs = sorted({(row.format, row.queries) for row in result.rows})
+    formats = "".join(f" Index-K cache in {format}, queries in {queries}." for format, queries in pairs)
     held = "one step plan and the calls of all layers" if result.planned else "the calls of all layers"
     peer = f"\n  peer      {peers.SOURCE}; x peer is ours over theirs" if _compared(result) else ""
     software = f"driver {facts.driver}, torch {facts.torch_version}, triton {facts.triton_version}"
@@ -67,6 +69,16 @@ def exchange_table(rows: list[ExchangeRow]) -> str:
     for row in rows:
         added = f"{row.keys_us - row.local_us:.2f}", f"{row.queries_us - row.keys_us:.2f}"
         lines.append([str(row.world), f"{row.rows:,}", f"{row.local_us:.2f}", *added, f"{row.payload_bytes:,}"])
+    return table(lines)
+
+
+def write_table(rows: list[WriteRow]) -> str:
+    """One line per format, size, and with norm and rotation or without."""
+    lines = [["format", "rows", "with", "us", "min", "max", "MB moved", "% read roof"]]
+    for row in rows:
+        beside = f"norm, rotation, {row.heads} heads" if row.heads else "nothing else"
+        times = f"{row.timing.us:.2f}", f"{row.timing.us_min:.2f}", f"{row.timing.us_max:.2f}"
+        lines.append([row.format, f"{row.rows:,}", beside, *times, f"{row.moved / 1e6:,.2f}", f"{row.pct_roof:.1f}"])
     return table(lines)
 
 

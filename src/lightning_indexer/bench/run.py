@@ -18,9 +18,12 @@ from lightning_indexer.bench.gate import WrongSelectionError, verify_call, verif
 from lightning_indexer.bench.inputs import UNWRITTEN, Step, draw_pool, layer_pages, prepare
 from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation, time_step
+from lightning_indexer.cache import FORMATS, CacheFormat
+from lightning_indexer.checks import check_choice
 
 POOL_BYTES = 32 << 30
 SEED = 0
+QUERY_FORMATS = {format.dtype: name for name, format in FORMATS.items() if name != "nvfp4"}
 
 Timer = Callable[[Step, Rotation], Timing]
 Progress = Callable[[str, int, int], None]  # label, cases done, cases in all
@@ -44,7 +47,7 @@ class Facts:
         properties = torch.cuda.get_device_properties(device)
         return cls(
             device=properties.name,
-            driver=_driver(),
+            driver=driver_version(),
             torch_version=torch.__version__,
             triton_version=_version("triton"),
             commit=_checked_out() if commit is None else commit,
@@ -59,6 +62,7 @@ class Row:
 
     case: Case
     format: str
+    queries: str
     timing: Timing
     rotation: Rotation
     index_bytes: int
@@ -111,6 +115,7 @@ def measure(
     protocol: Protocol,
     progress: Progress,
     *,
+    queries: str | None = None,
     timer: Timer | None = None,
     pool_bytes: int = POOL_BYTES,
 ) -> Result:
@@ -123,12 +128,15 @@ def measure(
         facts, roofs: of this device, measured in this run.
         protocol: replays.
         progress: is told the case and how many are done.
+        queries: format of the queries, "bf16", "fp16" or "fp8"; None takes the first that the cache's format is scored with.
         timer: takes the time of a step; None replays graphs.
         pool_bytes: the most that the pool of pages may take.
     """
     take_time = timer or (lambda step, rotation: time_step(step.call, step.plan, rotation, protocol))
     spec = li.IndexerSpec()
-    token_bytes = li.IndexCache.empty(1, spec, format).token_bytes
+    one = li.IndexCache.empty(1, spec, format)
+    token_bytes, dtype = one.token_bytes, query_dtype(one.format, queries)
+    queries = QUERY_FORMATS[dtype]
     page_bytes = spec.block_size * token_bytes
     rotations = [
         plan_rotation(layer_pages(case, spec), case.index_bytes(spec, token_bytes), facts.l2_bytes, pool_bytes // page_bytes)
@@ -139,7 +147,7 @@ def measure(
     rows, failures, planned = [], [], False
     for done, (case, rotation) in enumerate(zip(cases, rotations, strict=True)):
         progress(f"{case.op} {case.name}", done, len(cases))
-        step = prepare(case, pool, rotation, generator)
+        step = prepare(case, pool, rotation, generator, dtype)
         planned = planned or step.plan is not None
         try:
             timing = _verified_timing(step, rotation, take_time)
@@ -147,9 +155,20 @@ def measure(
             failures.append((case, str(error)))
             continue
         moved, flops = case.index_bytes(spec, token_bytes), case.flops(spec)
-        peer = case.peer_us() if peers.DEVICE in facts.device and format == "bf16" else None
-        rows.append(Row(case, format, timing, rotation, moved, flops, roofs.us(case.op, moved, flops), peer))
+        peer = case.peer_us(format, queries) if peers.DEVICE in facts.device else None
+        rows.append(Row(case, format, queries, timing, rotation, moved, flops, roofs.us(case.op, moved, flops), peer))
     return Result(facts, roofs, rows, failures, planned)
+
+
+def query_dtype(format: CacheFormat, queries: str | None) -> torch.dtype:
+    """The dtype of queries for a cache format.
+
+    Raises:
+        ValueError: the format is not scored with such queries.
+    """
+    names = [QUERY_FORMATS[dtype] for dtype in format.query_dtypes]
+    check_choice("queries", queries or names[0], tuple(names))
+    return format.query_dtypes[names.index(queries or names[0])]
 
 
 def _verified_timing(step: Step, rotation: Rotation, take_time: Timer) -> Timing:
@@ -166,6 +185,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     fields = {
         "op": row.case.op,
         "format": row.format,
+        "queries": row.queries,
         "heads": row.case.heads,
         **row.case.fields(),
         "us": round(row.timing.us, 3),
@@ -179,7 +199,8 @@ def _row_json(row: Row) -> dict[str, Any]:
     return fields if row.peer_us is None else fields | {"peer_us": row.peer_us}
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """Of the GPU driver; on HIP that of HIP."""
     if torch.version.hip is not None:
         return f"hip {torch.version.hip}"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

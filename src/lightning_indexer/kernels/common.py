@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device pieces that several kernels share: scores of a page, the K best so far, and how a selection is written."""
+"""Device pieces that several kernels share: lengths and owners, the K best so far, and how a selection is written."""
 
 import triton
 import triton.language as tl
@@ -38,24 +38,15 @@ def owner_of_head(head, owned, replicas):
 
 
 @triton.jit
-def load_keys(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Keys of one page as the matrix unit takes them, `[B, D]`. The one place in the kernels that knows the cache format."""
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-    tokens = tl.arange(0, BLOCK)
-    dims = tl.arange(0, DIM)
-    return tl.load(pages_ptr + page * page_stride + tokens[:, None] * DIM + dims[None, :])
+def per_unit(pointer):
+    """Elements in 16 bytes."""
+    return 128 // pointer.dtype.element_ty.primitive_bitwidth
 
 
 @triton.jit
-def page_scores(keys, queries, block, lengths, BLOCK: tl.constexpr):
-    """Scores of one block: keys `[B, D]`, queries `[D, columns]`, causal lengths `[columns]` to `[columns]` float32.
-
-    Prefill swaps the operands (`keep_page`); the sum over D of an element is the same, and so are its bits.
-    """
-    dots = tl.dot(keys, queries, out_dtype=tl.float32, input_precision="ieee")  # [B, columns]
-    positions = block * BLOCK + tl.arange(0, BLOCK)
-    dots = tl.where(positions[:, None] < lengths[None, :], dots, float("-inf"))
-    return tl.reduce(dots, 0, nan_max)
+def masked(dots, positions, lengths):
+    """Dots `[B, columns]` of what each column sees, -inf elsewhere."""
+    return tl.where(positions[:, None] < lengths[None, :], dots, float("-inf"))
 
 
 @triton.jit

@@ -22,13 +22,15 @@ from lightning_indexer.kernels.common import (
     block_count,
     causal_length,
     keep_key,
-    load_keys,
+    masked,
+    nan_max,
     no_keys,
     owned_blocks,
-    page_scores,
+    per_unit,
     top_of,
     write_ids,
 )
+from lightning_indexer.kernels.formats import key_dim, key_token, load_page, page_dots
 from lightning_indexer.kernels.key import pack_keys
 from lightning_indexer.workspace import SHARE_FIELDS
 
@@ -196,6 +198,7 @@ def score_share(
     length,
     q_ptr,
     pages_ptr,
+    scales_ptr,
     block_table_ptr,
     seq_lens_ptr,
     length_stride,
@@ -214,6 +217,7 @@ def score_share(
     q_row_stride,
     q_head_stride,
     page_stride,
+    scales_stride,
     block_table_stride,
     scores_head_stride,
     scores_row_stride,
@@ -223,6 +227,11 @@ def score_share(
     KEEP: tl.constexpr,
     HIGHER: tl.constexpr,
     SCORES: tl.constexpr,
+    TYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    CARRY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
@@ -232,7 +241,8 @@ def score_share(
     wanted = column < query_len * heads
     token = column // heads
     head = column % heads
-    dims = tl.arange(0, DIM)
+    dims = key_dim(DIM, FORMAT)
+    tokens = key_token(BLOCK, FORMAT)
     slot_places = tl.arange(0, COLUMNS)[:, None] * KEEP + tl.arange(0, KEEP)[None, :]
     # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
     keys_ptr += (tile * (tl.num_programs(0) + requests) + tl.program_id(0)).to(tl.int64) * (COLUMNS * KEEP)
@@ -244,16 +254,21 @@ def score_share(
             first = page - before
             last = tl.minimum(end - before, pages)
             table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
-            # One page id ahead, so that its load is never waited for.
+            # One page id ahead, so that its load is never waited for; with CARRY also a page.
             next_page = tl.load(table_row + first * world + rank)
+            if CARRY:
+                one, two, three = load_page(pages_ptr, next_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
+                next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             q_row = (request * query_len + wide // heads).to(tl.int64)
-            queries = tl.load(
-                q_ptr + q_row[None, :] * q_row_stride + (wide % heads)[None, :] * q_head_stride + dims[:, None],
-                mask=(wide < query_len * heads)[None, :],
-                other=0.0,
-            )  # [D, COLUMNS * SPREAD]
+            places = q_ptr + q_row[None, :] * q_row_stride + (wide % heads)[None, :] * q_head_stride + dims[:, None]
+            inside = (wide < query_len * heads)[None, :]
+            queries = tl.load(places, mask=inside, other=0.0).to(TYPE)  # [dims, COLUMNS * SPREAD]
+            upper = queries
+            if (FORMAT != "plain") and (DIM == 128):
+                upper = tl.load(places + 64, mask=inside, other=0.0).to(TYPE)
             wide_lengths = causal_length(length, wide // heads, query_len)
             lengths = causal_length(length, token, query_len)
+            whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
             visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
             best = no_keys(COLUMNS, KEEP)
             if visible_blocks(length, longest, BLOCK) <= free:
@@ -264,9 +279,19 @@ def score_share(
             for index in tl.range(first, last, num_stages=STAGES):
                 block = index * world + rank
                 this_page = next_page
-                next_page = tl.load(table_row + tl.minimum(index + 1, last - 1) * world + rank)
-                keys = load_keys(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM)
-                scores = page_scores(keys, queries, block, wide_lengths, BLOCK)
+                next_page = tl.load(table_row + tl.minimum(index + 1 + CARRY, last - 1) * world + rank)
+                if CARRY:
+                    dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
+                    one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
+                else:
+                    one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
+                    dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
+                if SCALED:
+                    scored = tl.minimum(tl.maximum(this_page, 0), num_pages - 1).to(tl.int64)
+                    dots *= tl.load(scales_ptr + scored * scales_stride + tokens)[:, None]
+                if block >= whole:
+                    dots = masked(dots, block * BLOCK + tokens, wide_lengths)
+                scores = tl.reduce(dots, 0, nan_max)
                 if COLUMNS <= 16:  # also where SPREAD is 1: `best` takes fewer registers than in the layout of the product
                     scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
                 if SCORES:
@@ -303,15 +328,24 @@ def score_share(
         "q_row_stride",
         "q_head_stride",
         "page_stride",
+        "scales_stride",
         "block_table_stride",
         "scores_head_stride",
         "scores_row_stride",
     ],
-    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr", "shares_ptr", "scores_ptr", "steps_ptr"],
+    do_not_specialize_on_alignment=[
+        "scales_ptr",
+        "block_table_ptr",
+        "seq_lens_ptr",
+        "shares_ptr",
+        "scores_ptr",
+        "steps_ptr",
+    ],
 )
 def score_kernel(
     q_ptr,  # [T, H, D]
-    pages_ptr,  # [pages, B, D]
+    pages_ptr,  # [pages, B, row], bytes unless of 16-bit floats
+    scales_ptr,  # [pages, B] f32, a factor for each key
     block_table_ptr,  # [R, max_blocks] i32
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
@@ -332,9 +366,10 @@ def score_kernel(
     rank,
     world,
     num_pages,
-    q_row_stride,  # these three in units of 8 elements, so that the compiler knows that 16-byte loads are aligned
+    q_row_stride,  # these three in units of 16 bytes, so that the compiler knows that 16-byte loads are aligned
     q_head_stride,
     page_stride,
+    scales_stride,
     block_table_stride,
     scores_head_stride,
     scores_row_stride,
@@ -348,6 +383,12 @@ def score_kernel(
     AUTO: tl.constexpr,  # all heads on the rank's blocks, or its own heads on all blocks, as the plan says
     COUNT: tl.constexpr,  # there are steps to count
     PLANNED: tl.constexpr,
+    TYPE: tl.constexpr,  # of the products
+    FORMAT: tl.constexpr,  # see kernels.formats
+    SCALED: tl.constexpr,  # keys have factors
+    NATIVE: tl.constexpr,  # the GPU converts e4m3
+    CARRY: tl.constexpr,  # load a page while the one before it is scored, in registers
+    PAGE_BYTES: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,  # pages to ask for before the kernel before has ended; 0 without PDL
@@ -356,9 +397,9 @@ def score_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tile = tl.program_id(1)
-    q_row_stride *= 8
-    q_head_stride *= 8
-    page_stride = page_stride.to(tl.int64) * 8
+    q_row_stride *= per_unit(q_ptr)
+    q_head_stride *= per_unit(q_ptr)
+    page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
     if PLANNED:
         # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
         page, end, request, before, length, at_work = load_share(shares_ptr, program)
@@ -376,7 +417,7 @@ def score_kernel(
                     page - before,
                     tl.minimum(end - before, request_pages(length, longest, free, rank, world, BLOCK)),
                     world,
-                    BLOCK * DIM * (pages_ptr.dtype.element_ty.primitive_bitwidth // 8),
+                    PAGE_BYTES,
                     AHEAD,
                 )
     if PDL:
@@ -406,19 +447,21 @@ def score_kernel(
         if tile * OWN_COLUMNS < query_len * own_heads:
             score_share(
                 tile, page, end, request, before, length,
-                q_ptr + first_head * q_head_stride, pages_ptr, block_table_ptr, seq_lens_ptr, length_stride,
+                q_ptr + first_head * q_head_stride, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride,
                 keys_ptr, scores_ptr,
                 requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
-                q_row_stride, q_head_stride, page_stride, block_table_stride, scores_head_stride, scores_row_stride,
-                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, STAGES,
+                q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
+                scores_head_stride, scores_row_stride,
+                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
             )  # fmt: skip
     else:
         score_share(
             tile, page, end, request, before, length,
-            q_ptr, pages_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
             requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
-            q_row_stride, q_head_stride, page_stride, block_table_stride, scores_head_stride, scores_row_stride,
-            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, STAGES,
+            q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
+            scores_head_stride, scores_row_stride,
+            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
         )  # fmt: skip
 
 

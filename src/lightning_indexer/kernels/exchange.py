@@ -6,7 +6,7 @@ the payload is its own flag. A writer stores words, each whole by itself; the re
 EMPTY, takes them, and puts EMPTY back. No fence, no barrier, no generation is needed between the two.
 
     keys     [2, P, h, max_rows, K]        from each rank, for the owner's h heads
-    queries  [2, P, max_rows, h, D / 4]    from each rank, its own heads (4 elements of 16 bits a word)
+    queries  [2, P, max_rows, h, D / 4]    from each rank, its own heads (4 elements of 16 bits a word, or 8 of 8)
 
 The leading 2 is the parity of the number of exchanged steps, which is counted on the device. A rank writes into a half again
 two exchanges later. By then it has taken the keys of the exchange between, which their sender sent after it had emptied its
@@ -27,9 +27,8 @@ from lightning_indexer.kernels.common import first_owned_head, owner_of_head, wr
 from lightning_indexer.kernels.decode import row_keys, row_place, seen_tokens
 from lightning_indexer.kernels.key import join_keys, top_keys
 
-EMPTY = tl.constexpr(-1)  # no key: those are not negative. As four elements of 16 bits: four NaNs
-NAN_WORD = tl.constexpr(-2)  # what is sent for a word of queries that is EMPTY: NaNs as well
-WORD = tl.constexpr(4)  # elements of a query in a word
+EMPTY = tl.constexpr(-1)  # no key: those are not negative. As floats of 16 bits, or as e4m3fn: all NaN
+NAN_WORD = tl.constexpr(-2)  # what is sent for a word of queries that is EMPTY: all elements but one are still NaN
 CHUNK = tl.constexpr(512)  # words of queries that are moved at once
 
 
@@ -123,7 +122,7 @@ def take_keys(
     do_not_specialize_on_alignment=["world_ptr", "steps_ptr"],
 )
 def gather_kernel(
-    q_ptr,  # [T, h, D] 16-bit elements
+    q_ptr,  # [T, h, D] of 16 or 8 bits
     out_ptr,  # [T, H, D] contiguous
     boxes_ptr,  # [P] i64 addresses
     world_ptr,  # i32, of the plan: ranks that share the work, 1 if each works alone
@@ -141,14 +140,15 @@ def gather_kernel(
     max_rows,
     query_words,  # where the queries begin in a box
     polls,  # looks for words that are not there; negative: neither send nor wait
-    DIM: tl.constexpr,
+    WORDS: tl.constexpr,  # of D elements
+    FLIP: tl.constexpr,  # bits of a word that are turned over on its way, so that EMPTY is a word of NaNs
     AUTO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All heads' queries from each rank's own; of the ranks that own the same head the first one's count."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    words: tl.constexpr = DIM // WORD
+    words: tl.constexpr = WORDS
     if PDL:
         tl.extra.cuda.gdc_wait()
     q_ptr = q_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -167,11 +167,11 @@ def gather_kernel(
         row = place // (owned * words)
         head = place // words % owned
         source = row.to(tl.int64) * q_row_stride + head * q_head_stride + place % words
-        word = tl.load(q_ptr + source, mask=inside, other=0)
+        word = tl.load(q_ptr + source, mask=inside, other=0) ^ FLIP
         word = tl.where(word == EMPTY, NAN_WORD, word)
         if first | (shared == 0):
             own = row.to(tl.int64) * heads + first_owned_head(rank, owned, replicas) + head
-            tl.store(out_ptr + own * words + place % words, word, mask=inside)
+            tl.store(out_ptr + own * words + place % words, word ^ FLIP, mask=inside)
         if first & shared:
             for other in range(world):
                 if other != rank:
@@ -190,7 +190,7 @@ def gather_kernel(
                     sent = box + (parity * world + other).to(tl.int64) * half + place
                     word = take_words(sent, inside, other + place * 0, failed_ptr, report_ptr, polls)
                     there = row.to(tl.int64) * heads + first_owned_head(other, owned, replicas) + head
-                    tl.store(out_ptr + there * words + place % words, word, mask=inside)
+                    tl.store(out_ptr + there * words + place % words, word ^ FLIP, mask=inside)
 
 
 @triton.jit(

@@ -14,7 +14,8 @@ Grid `(tiles, splits, head tiles)`, the last rows first, as they see most. Bytes
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import block_count, keep_key, load_keys, nan_max, no_keys, write_ids
+from lightning_indexer.kernels.common import block_count, keep_key, nan_max, no_keys, per_unit, write_ids
+from lightning_indexer.kernels.formats import key_dim, key_token, load_page, page_dots
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
@@ -64,15 +65,20 @@ def tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK: tl.constexpr):
 
 @triton.jit
 def keep_page(
-    best, queries, lengths, visible, block, page, pages_ptr, page_stride, num_pages, init_blocks, local_blocks,
-    BLOCK: tl.constexpr, DIM: tl.constexpr, HIGHER: tl.constexpr, MASKED: tl.constexpr,
+    best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
+    init_blocks, local_blocks,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, HIGHER: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Score one block for all columns and keep its keys. queries `[columns, D]`; not MASKED if all rows see all of it."""
-    keys = load_keys(pages_ptr, page, page_stride, num_pages, BLOCK, DIM)
-    dots = tl.dot(queries, tl.trans(keys), out_dtype=tl.float32, input_precision="ieee")  # [columns, B]
+    """Score one block for all columns and keep its keys. Not MASKED if all rows see all of it."""
+    first, second, scales = load_page(pages_ptr, page, page_stride, num_pages, BLOCK, DIM, FORMAT)
+    dots = page_dots(first, second, scales, queries, upper, BLOCK, DIM, FORMAT, NATIVE, True)  # [columns, B]
+    tokens = key_token(BLOCK, FORMAT)
+    if SCALED:
+        inside = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+        dots *= tl.load(scales_ptr + inside * scales_stride + tokens)[None, :]
     if MASKED:
-        positions = block * BLOCK + tl.arange(0, BLOCK)
-        dots = tl.where(positions[None, :] < lengths[:, None], dots, float("-inf"))
+        dots = tl.where((block * BLOCK + tokens)[None, :] < lengths[:, None], dots, float("-inf"))
     scores = tl.reduce(dots, 1, nan_max)
     return keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
 
@@ -93,15 +99,17 @@ def keep_page(
         "q_row_stride",
         "q_head_stride",
         "page_stride",
+        "scales_stride",
         "block_table_stride",
         "out_head_stride",
         "out_row_stride",
     ],
-    do_not_specialize_on_alignment=["block_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "block_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
 )
 def prefill_kernel(
     q_ptr,  # [T, H, D]
-    pages_ptr,  # [pages, B, D]
+    pages_ptr,  # [pages, B, row], bytes unless of 16-bit floats
+    scales_ptr,  # [pages, B] f32, a factor for each key
     block_table_ptr,  # [R, max_blocks] i32
     cu_seqlens_ptr,  # [R + 1] i32 or i64, any stride
     bound_stride,
@@ -118,9 +126,10 @@ def prefill_kernel(
     init_blocks,
     local_blocks,
     num_pages,
-    q_row_stride,  # these three in units of 8 elements, so that the compiler knows that 16-byte loads are aligned
+    q_row_stride,  # these three in units of 16 bytes, so that the compiler knows that 16-byte loads are aligned
     q_head_stride,
     page_stride,
+    scales_stride,
     block_table_stride,
     out_head_stride,
     out_row_stride,
@@ -131,6 +140,10 @@ def prefill_kernel(
     HIGHER: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,  # of context per split
+    TYPE: tl.constexpr,  # of the products
+    FORMAT: tl.constexpr,  # see kernels.formats
+    SCALED: tl.constexpr,  # keys have factors
+    NATIVE: tl.constexpr,  # the GPU converts e4m3
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -144,16 +157,16 @@ def prefill_kernel(
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     head_tile = tl.program_id(2)
-    q_row_stride *= 8
-    q_head_stride *= 8
-    page_stride = page_stride.to(tl.int64) * 8
+    q_row_stride *= per_unit(q_ptr)
+    q_head_stride *= per_unit(q_ptr)
+    page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
     rows_per_tile = COLUMNS // heads_per_tile
     request, before, used = tile_request(tile, cu_seqlens_ptr, bound_stride, requests, rows_per_tile)
 
     column = tl.arange(0, COLUMNS)
     head = head_tile * heads_per_tile + column % heads_per_tile
     lane = tl.arange(0, KEEP)
-    dims = tl.arange(0, DIM)
+    dims = key_dim(DIM, FORMAT)
     in_tile = (column < rows_per_tile * heads_per_tile) & (head < heads)
     if tile >= used:
         # Rows behind the last chunk.
@@ -180,11 +193,11 @@ def prefill_kernel(
     first = (split.to(tl.int64) * blocks // parts).to(tl.int32)
     last = ((split + 1).to(tl.int64) * blocks // parts).to(tl.int32)
     whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
-    queries = tl.load(
-        q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + dims[None, :],
-        mask=wanted[:, None],
-        other=0.0,
-    )  # [COLUMNS, D]
+    places = q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + dims[None, :]
+    queries = tl.load(places, mask=wanted[:, None], other=0.0).to(TYPE)  # [COLUMNS, dims]
+    upper = queries
+    if (FORMAT != "plain") and (DIM == 128):
+        upper = tl.load(places + 64, mask=wanted[:, None], other=0.0).to(TYPE)
     table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
     best = no_keys(COLUMNS, KEEP)
     # One page id ahead, so that its load is never waited for.
@@ -193,14 +206,14 @@ def prefill_kernel(
         page = next_page
         next_page = tl.load(table_row + tl.minimum(block + 1, last - 1))
         best = keep_page(
-            best, queries, lengths, visible, block, page, pages_ptr, page_stride, num_pages, init_blocks, local_blocks,
-            BLOCK, DIM, HIGHER, False,
+            best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
+            init_blocks, local_blocks, BLOCK, DIM, HIGHER, FORMAT, SCALED, NATIVE, False,
         )  # fmt: skip
     for block in tl.range(whole, last, num_stages=1):
         page = tl.load(table_row + block)
         best = keep_page(
-            best, queries, lengths, visible, block, page, pages_ptr, page_stride, num_pages, init_blocks, local_blocks,
-            BLOCK, DIM, HIGHER, True,
+            best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
+            init_blocks, local_blocks, BLOCK, DIM, HIGHER, FORMAT, SCALED, NATIVE, True,
         )  # fmt: skip
     best = tl.maximum(best, 0)
     if parts == 1:

@@ -102,18 +102,13 @@ class EngineIndexer:
         page_size = PAGE_SIZE if kind.tables and owned == 1 else None
         self.indexer.warmup(kind.format, query_lens=query_lens, order=kind.order, page_size=page_size)
         cache = IndexCache.empty(1, kind.spec, kind.format, kind.device)
-        (cache.data.view(torch.uint8) if cache.data.element_size() == 1 else cache.data).zero_()
+        cache.data.view(torch.uint8).zero_()
         one = torch.ones(1, dtype=torch.int32, device=kind.device)
         pages = torch.zeros(1, 64, dtype=torch.int32, device=kind.device)
         bounds = torch.tensor([0, 1], dtype=torch.int32, device=kind.device)
 
-        def queries(rows: int) -> torch.Tensor:
-            return torch.zeros(rows, owned, kind.spec.head_dim, device=kind.device).to(kind.query_dtype)
-
-        if kind.query_dtype != cache.format.query_dtypes[0]:
-            for query_len in query_lens:
-                self.indexer.decode(queries(query_len), cache, pages[:, :1], one, query_len=query_len, order=kind.order)
-        li.prefill(queries(1), cache, pages, bounds, one, spec=kind.spec, order=kind.order, workspace=self._workspaces[0])
+        q = torch.zeros(1, owned, kind.spec.head_dim, device=kind.device).to(kind.query_dtype)
+        li.prefill(q, cache, pages, bounds, one, spec=kind.spec, order=kind.order, workspace=self._workspaces[0])
 
     def select(
         self,
@@ -189,6 +184,7 @@ class EngineIndexer:
             query_len=decode.decode_query_len,
             order=self.kind.order,
             max_seq_len=columns * self.kind.spec.block_size,
+            cache_format=self.kind.format,
             out=self._plans.get(size),
         )
         self._plans[size] = plan

@@ -33,7 +33,7 @@ def choose(*, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type:
     """
     setting = read_setting(topk_blocks, indexer_kv_dtype)
     refuse(setting.refusals(Options.read(get_current_vllm_config().additional_config)))
-    refuse(device_refusals(FORMATS[indexer_kv_dtype], setting.head_dim, setting.block_size))
+    refuse(device_refusals(FORMATS[indexer_kv_dtype], None, setting.head_dim, setting.block_size))
     return LightningIndexerImpl
 
 
@@ -60,13 +60,13 @@ def read_setting(topk: int, cache_dtype: str) -> Setting:
     )
 
 
-def device_refusals(format: str, head_dim: int, block_size: int) -> list[str]:
-    """Why this process's device cannot score a cache of a format; empty if it can."""
+def device_refusals(format: str, query_dtype: torch.dtype | None, head_dim: int, block_size: int) -> list[str]:
+    """Why this process's device cannot score a format with queries of a dtype (None: the cache's); empty if it can."""
     try:
         device = check_device(_device())
         spec = li.IndexerSpec(head_dim=head_dim, block_size=block_size)
         cache = IndexCache.empty(1, spec, format, device)
-        q = torch.empty(1, 1, head_dim, dtype=cache.format.query_dtypes[0], device=device)
+        q = torch.empty(1, 1, head_dim, dtype=query_dtype or cache.format.dtype, device=device)
         backend_of(device).check_operands(q, cache)
     except ValueError as error:
         return [str(error)]

@@ -51,7 +51,7 @@ def nvfp4_indexer_unsupported_reason(
         require(score_type == "max", "score_type", "'max'", repr(score_type))
     except ValueError as error:
         return str(error)
-    reasons = device_refusals(DTYPE, index_head_dim, sparse_block_size)
+    reasons = device_refusals(DTYPE, QUERY_DTYPE, index_head_dim, sparse_block_size)
     return reasons[0] if reasons else None
 
 

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of a page as the matrix unit takes them, from every cache format. The only kernels that know how keys are stored.
+
+Keys of 8 and 4 bits are widened in registers, to the 16-bit dtype of the products (`product_dtype`): nothing is widened in
+memory, and every product is exact. (The 8-bit matrix instruction of Hopper would save the widening, but it sums in far fewer
+bits than float32: over 128 dims of unit keys and queries its scores were off by up to 0.03 on an H200, 2026-11-30.)
+
+A dot product may sum its dims in any order, and a block's maximum take its tokens in any order, so both are put in the one
+order in which no key has to move between threads. A row of a 16-bit operand lies with four threads, and each holds four
+elements of every 16 dims. Here each of the four loads 16 neighbouring dims (16 bytes of fp8; 8 of NVFP4, one group with its
+scale) and passes them on, four to each product; `key_dim` says which dim that puts in which place, and queries are loaded
+alike. `key_token` does the same for the tokens: a warp loads 8 rows at a time, and takes 16 to the product.
+"""
+
+import triton
+import triton.language as tl
+
+WARPS = tl.constexpr(4)  # that `key_token` is made for; with others keys move through shared memory
+
+# A word of four e4m3 bytes to four bf16, or fp16. Exact: also subnormals, NaN stays NaN.
+TO_BF16 = tl.constexpr("""{
+    .reg .b16 a, b, p, q; .reg .b32 c, d; .reg .f32 e, f, g, h;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 c, a;
+    cvt.rn.f16x2.e4m3x2 d, b;
+    mov.b32 {p, q}, c; cvt.f32.f16 e, p; cvt.f32.f16 f, q;
+    mov.b32 {p, q}, d; cvt.f32.f16 g, p; cvt.f32.f16 h, q;
+    cvt.rn.bf16x2.f32 $0, f, e;
+    cvt.rn.bf16x2.f32 $1, h, g;
+}""")
+TO_FP16 = tl.constexpr("""{
+    .reg .b16 a, b;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+# The eight magnitudes of e2m1 times one of the four scales in $2 (both bytes of selector $3), as e4m3: all that a group can
+# hold. The products are exact in fp16, so they are rounded once.
+MAGNITUDES = tl.constexpr("""{
+    .reg .b16 s, a, b, c, d, r; .reg .b32 f, x, y, z, w;
+    prmt.b32 f, $2, $2, $3; mov.b32 {s, r}, f; cvt.rn.f16x2.e4m3x2 f, s;
+    mov.b32 x, 0x38000000; mov.b32 y, 0x3E003C00; mov.b32 z, 0x42004000; mov.b32 w, 0x46004400;
+    mul.rn.f16x2 x, f, x; mul.rn.f16x2 y, f, y; mul.rn.f16x2 z, f, z; mul.rn.f16x2 w, f, w;
+    cvt.rn.satfinite.e4m3x2.f16x2 a, x; cvt.rn.satfinite.e4m3x2.f16x2 b, y;
+    cvt.rn.satfinite.e4m3x2.f16x2 c, z; cvt.rn.satfinite.e4m3x2.f16x2 d, w;
+    mov.b32 $0, {a, b}; mov.b32 $1, {c, d};
+}""")
+# Eight e2m1 codes in $2 to two words of e4m3, by the magnitudes $3, $4: a byte permute takes four codes at once as its
+# selector, and another brings their signs to the tops of the bytes.
+CHOSEN = tl.constexpr("""{
+    .reg .b32 m, n, e, v, s;
+    and.b32 m, $2, 0x77777777; shr.u32 n, m, 16; shl.b32 e, $2, 4;
+    prmt.b32 v, $3, $4, m; prmt.b32 s, e, $2, 0x5140; lop3.b32 $0, v, s, 0x80808080, 0x78;
+    prmt.b32 v, $3, $4, n; prmt.b32 s, e, $2, 0x7362; lop3.b32 $1, v, s, 0x80808080, 0x78;
+}""")
+
+
+@triton.jit
+def key_dim(DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """The head dim of each place of a product: all of them, or of packed formats the first 64; the others follow alike."""
+    if FORMAT == "plain":
+        dim = tl.arange(0, DIM)
+    else:  # 16-dim step, half, thread, element of a pair -> thread, step, half, element
+        place = tl.arange(0, 64)
+        dim = place % 8 // 2 * 16 + place // 16 * 4 + place % 16 // 8 * 2 + place % 2
+    return dim
+
+
+@triton.jit
+def key_token(BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """The token of a page that each row `[BLOCK]` of its keys is."""
+    row = tl.arange(0, BLOCK)
+    if FORMAT == "plain":
+        token = row
+    else:  # warp, upper or lower 8 rows, row -> upper or lower, warp, row
+        rows: tl.constexpr = 16 * WARPS
+        token = row // rows * rows + row % 16 // 8 * (8 * WARPS) + row % rows // 16 * 8 + row % 8
+    return token
+
+
+@triton.jit
+def load_page(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """One page as it is stored; a page id outside the cache is clamped into it. Three tensors, as `page_dots` takes them."""
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    start = pages_ptr + page * page_stride
+    token = tl.arange(0, BLOCK)
+    if FORMAT == "plain":
+        first = tl.load(start + token[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        second = first
+        scales = first
+    elif FORMAT == "nvfp4":
+        group = tl.arange(0, 4)
+        if DIM == 128:
+            row: tl.constexpr = 9  # 8-byte words of a token
+            start = start.to(tl.pointer_type(tl.int64), bitcast=True)
+            first = tl.load(start + token[:, None] * row + group[None, :])
+            second = tl.load(start + token[:, None] * row + (4 + group)[None, :])
+            scales = tl.load(start + token * row + 8)
+        else:  # rows are aligned to 4 bytes only
+            start = start.to(tl.pointer_type(tl.int32), bitcast=True)
+            place = start + token[:, None] * 9 + group[None, :] * 2
+            first = (tl.load(place).to(tl.int64) & 0xFFFFFFFF) | (tl.load(place + 1).to(tl.int64) << 32)
+            second = first
+            scales = tl.load(start + token * 9 + 8).to(tl.int64)
+    else:
+        start = start.to(tl.pointer_type(tl.int32), bitcast=True)
+        first = tl.load(start + token[:, None] * (DIM // 4) + tl.arange(0, DIM // 4)[None, :])
+        second = first
+        scales = first
+    return first, second, scales
+
+
+@triton.jit
+def page_dots(
+    first, second, scales, queries, upper, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Dot products of a page loaded by `load_page`, tokens as in `key_token`: `[B, columns]` float32.
+
+    queries `[dims, columns]` of the dims of `key_dim`, and with packed formats `upper` of the dims 64 further on. TURNED:
+    queries `[columns, dims]`, products `[columns, B]`; a sum over the dims has the same bits. NATIVE: the GPU converts e4m3.
+    """
+    if FORMAT == "plain":
+        if TURNED:
+            dots = tl.dot(queries, tl.trans(first), out_dtype=tl.float32, input_precision="ieee")
+        else:
+            dots = tl.dot(first, queries, out_dtype=tl.float32, input_precision="ieee")
+    else:
+        TYPE: tl.constexpr = queries.dtype
+        FNUZ: tl.constexpr = FORMAT == "fp8_fnuz"
+        if FORMAT == "nvfp4":
+            low = e4m3_words(first, scales.to(tl.int32), NATIVE)
+            if DIM == 128:
+                high = e4m3_words(second, (scales >> 32).to(tl.int32), NATIVE)
+        elif DIM == 128:
+            low, high = tl.split(first.reshape(BLOCK, 2, 4, 4).permute(0, 2, 3, 1))
+        else:
+            low = first.reshape(BLOCK, 4, 4)
+        # Half by half, so that only half of the keys is held wide at once.
+        keys = keys_of(low, BLOCK, TYPE, FNUZ, NATIVE)
+        if TURNED:
+            dots = tl.dot(queries, tl.trans(keys), out_dtype=tl.float32)
+        else:
+            dots = tl.dot(keys, queries, out_dtype=tl.float32)
+        if DIM == 128:
+            keys = keys_of(high, BLOCK, TYPE, FNUZ, NATIVE)
+            if TURNED:
+                dots = tl.dot(upper, tl.trans(keys), dots, out_dtype=tl.float32)
+            else:
+                dots = tl.dot(keys, upper, dots, out_dtype=tl.float32)
+    return dots
+
+
+@triton.jit
+def keys_of(words, BLOCK: tl.constexpr, TYPE: tl.constexpr, FNUZ: tl.constexpr, NATIVE: tl.constexpr):
+    """Words of e4m3 `[token, thread, 16-dim step]` as an operand `[B, 64]` of TYPE."""
+    keys = widened(words, TYPE, FNUZ, NATIVE)  # [token, thread, step, pair, half]
+    keys = keys.permute(0, 2, 4, 1, 3).reshape(BLOCK // (16 * WARPS), 2, WARPS, 8, 64)
+    return keys.permute(0, 2, 1, 3, 4).reshape(BLOCK, 64)
+
+
+@triton.jit
+def widened(words, TYPE: tl.constexpr, FNUZ: tl.constexpr, NATIVE: tl.constexpr):
+    """The four 8-bit floats of each word `[..]` as TYPE, bf16 or fp16: `[.., 2, 2]`, the lower of each pair and pairs last."""
+    if NATIVE:
+        if TYPE == tl.bfloat16:
+            low, high = tl.inline_asm_elementwise(
+                TO_BF16, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                TO_FP16, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            )
+        low = tl.join(half_of(low, TYPE), half_of(low >> 16, TYPE))
+        high = tl.join(half_of(high, TYPE), half_of(high >> 16, TYPE))
+    else:
+        low = tl.join(float_of(words & 255, FNUZ).to(TYPE), float_of((words >> 8) & 255, FNUZ).to(TYPE))
+        high = tl.join(float_of((words >> 16) & 255, FNUZ).to(TYPE), float_of((words >> 24) & 255, FNUZ).to(TYPE))
+    return tl.join(low, high)
+
+
+@triton.jit
+def half_of(word, TYPE: tl.constexpr):
+    """The lower 16 bits as a float."""
+    return (word & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+
+
+@triton.jit
+def float_of(code, FNUZ: tl.constexpr):
+    """e4m3 codes 0 to 255 as float32: e4m3fn, or e4m3fnuz (exponent bias 8, one NaN at 128, no -0)."""
+    BIAS: tl.constexpr = 119 if FNUZ else 120  # of float32 less that of e4m3
+    code = code.to(tl.int32)
+    low = code & 127
+    normal = ((low << 20) + (BIAS << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(low < 8, low.to(tl.float32) * (0.0009765625 if FNUZ else 0.001953125), normal)
+    value = tl.where(code > 127, -value, value)
+    nan = (code == 128) if FNUZ else (low == 127)
+    return tl.where(nan, float("nan"), value)
+
+
+@triton.jit
+def e4m3_words(codes, scales, NATIVE: tl.constexpr):
+    """NVFP4 to e4m3: groups of 16 codes in 8 bytes `[B, 4]`, their four scales in 4 bytes `[B]`, to words `[B, 4, 4]`."""
+    group = tl.arange(0, 4)[None, :]
+    low = codes.to(tl.int32)
+    high = (codes >> 32).to(tl.int32)
+    scales = scales[:, None]
+    if NATIVE:
+        m0, m1 = tl.inline_asm_elementwise(
+            MAGNITUDES, "=r,=r,r,r", [scales, group * 0x11], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        w0, w1 = tl.inline_asm_elementwise(
+            CHOSEN, "=r,=r,r,r,r", [low, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        w2, w3 = tl.inline_asm_elementwise(
+            CHOSEN, "=r,=r,r,r,r", [high, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        scale = float_of((scales >> (group * 8)) & 255, False)
+        w0 = e4m3_word(low, scale)
+        w1 = e4m3_word(low >> 16, scale)
+        w2 = e4m3_word(high, scale)
+        w3 = e4m3_word(high >> 16, scale)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    return words.permute(0, 1, 3, 2).reshape(codes.shape[0], 4, 4)
+
+
+@triton.jit
+def e4m3_word(codes, scale):
+    """Four e2m1 codes, times a scale, to a word of e4m3."""
+    word = e4m3_of(codes & 15, scale)
+    for element in tl.static_range(1, 4):
+        word |= e4m3_of((codes >> (4 * element)) & 15, scale) << (8 * element)
+    return word
+
+
+@triton.jit
+def e4m3_of(code, scale):
+    """`e4m3(e2m1 * scale)` as a code: to nearest even, saturating. The product is exact in float32."""
+    low = code & 7
+    value = tl.where(
+        low < 2, low.to(tl.float32) * 0.5, (((low >> 1) + 126 << 23) | ((low & 1) << 22)).to(tl.float32, bitcast=True)
+    )
+    product = tl.where(code > 7, -value, value) * scale
+    return e4m3_code(product, False)
+
+
+@triton.jit
+def e4m3_code(value, FNUZ: tl.constexpr):
+    """float32 to the nearest e4m3 code 0 to 255, ties to even; larger values become the largest, NaN stays."""
+    BIAS: tl.constexpr = 119 if FNUZ else 120  # of float32 less that of e4m3
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Below the lowest normal value codes count units: those of the last place of a float32 around `unit`.
+    unit: tl.constexpr = 8192.0 if FNUZ else 16384.0
+    subnormal = ((magnitude.to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True)) & 15
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (BIAS << 3)
+    code = tl.where(magnitude < ((BIAS + 1) << 23), subnormal, tl.minimum(normal, 127 if FNUZ else 126))
+    if FNUZ:  # has one NaN, and no -0
+        code = tl.where((bits < 0) & (code > 0), code | 128, code)
+        code = tl.where(magnitude > 0x7F800000, 128, code)
+    else:
+        code = tl.where(magnitude > 0x7F800000, 127, code) | tl.where(bits < 0, 128, 0)
+    return code

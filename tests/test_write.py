@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys on their way into the cache: written by slot, and normed and rotated before that. Torch, and the kernel interpreted."""
+
+import math
+import os
+
+import pytest
+import torch
+from support import NAN
+
+import lightning_indexer as li
+from lightning_indexer.spec import IndexerSpec
+
+SPEC = IndexerSpec()
+SMALL = IndexerSpec(num_heads=2, head_dim=64, block_size=64, topk=3)
+FORMATS = ["bf16", "fp16", "fp32", "fp8", "fp8_fnuz", "fp8-scaled", "nvfp4"]
+
+
+def cache_of(format: str, spec: IndexerSpec, pages: int = 3) -> li.IndexCache:
+    """A layer of a buffer that interleaves layers, every byte 0x5A."""
+    name = format.removesuffix("-scaled")
+    row = li.IndexCache.empty(1, spec, name).data
+    buffer = torch.full((pages, 2, spec.block_size, row.shape[2] * row.element_size()), 0x5A, dtype=torch.uint8)
+    scale = torch.full((pages, spec.block_size), NAN) if format.endswith("-scaled") else None
+    return li.IndexCache.wrap(buffer[:, 1].view(row.dtype), spec, name, scale)
+
+
+def contents(cache: li.IndexCache) -> list[torch.Tensor]:
+    scale = [] if cache.scale is None else [cache.scale.view(torch.int32)]
+    return [cache.data.contiguous().view(torch.uint8), *scale]
+
+
+def wild(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Numbers of all sizes, zeros of both signs, infinities; groups that are zero, tiny and huge."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=generator) * torch.randint(-12, 10, shape, generator=generator).float().exp2()
+    values.view(-1)[::13] = 0.0
+    values.view(-1)[5::17] = -0.0
+    values[3, :16], values[4, 16:32], values[5, :16] = 0.0, 1e-4, 1e6
+    values[6, 2] = math.inf
+    return values
+
+
+def slots_of(rows: int, spec: IndexerSpec, pages: int = 3) -> torch.Tensor:
+    """Distinct slots, some of them outside."""
+    slots = torch.randperm(pages * spec.block_size, generator=torch.Generator().manual_seed(1))[:rows]
+    slots[1], slots[rows - 1], slots[7] = -1, pages * spec.block_size, -(2**40)
+    return slots
+
+
+def half_dims(dim: int, rotary_dim: int) -> torch.Tensor:
+    return torch.arange(rotary_dim // 2) if rotary_dim else torch.arange(0)
+
+
+def by_hand(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, rules: li.NormRope, theta: float) -> torch.Tensor:
+    """Norm and rotation of rows `[n, D]` in float64, pair by pair."""
+    x, weight = x.double(), weight.double()
+    y = x / (x.square().mean(-1, keepdim=True) + rules.eps).sqrt() * (1 + weight)
+    out = y.clone()
+    for d in half_dims(x.shape[-1], rules.rotary_dim).tolist():
+        # The frequency is a float32 in every model that is trained with it, and the angle a float32 product.
+        frequency = 1.0 / torch.tensor(theta) ** torch.tensor(2 * d / rules.rotary_dim)
+        angle = (positions.float() * frequency).double()
+        e = d + rules.rotary_dim // 2
+        out[:, d] = y[:, d] * angle.cos() - y[:, e] * angle.sin()
+        out[:, e] = y[:, e] * angle.cos() + y[:, d] * angle.sin()
+    return out
+
+
+def weights(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return tuple(0.3 * torch.randn(dim, generator=generator) for _ in range(2))
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 32, 64])
+def test_norm_and_rotation_by_hand(rotary_dim):
+    q_weight, k_weight = weights(64)
+    rules = li.NormRope(q_weight, k_weight, eps=1e-3, rotary_dim=rotary_dim, theta=1e4)
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(9, 2, 64, generator=generator), torch.randn(9, 64, generator=generator)
+    positions = torch.tensor([0, 1, 2, 100, 8_191, 131_072, 1_000_000, 5, 6])
+    cache, slots = li.IndexCache.empty(1, SMALL, "fp32"), torch.arange(9)
+    got = rules(q, k, cache, slots, positions)
+    for head in range(2):
+        want = by_hand(q[:, head], q_weight, positions, rules, 1e4)
+        assert torch.allclose(got[:, head].double(), want, rtol=1e-5, atol=1e-6)
+    want = by_hand(k, k_weight, positions, rules, 1e4)
+    assert torch.allclose(cache.dequantize()[0, :9].double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_norm_and_rotation_of_transformers():
+    """MiniMax-M3's own modules, in float32."""
+    modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    configuration = pytest.importorskip("transformers.models.minimax_m3_vl.configuration_minimax_m3_vl")
+    theta = 5e6
+    config = configuration.MiniMaxM3VLTextConfig(
+        hidden_size=256,
+        num_attention_heads=8,
+        head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5},
+    )
+    embedding = modeling.MiniMaxM3VLRotaryEmbedding(config)
+    norms = [modeling.MiniMaxM3VLRMSNorm(128, eps=1e-6) for _ in range(2)]
+    q_weight, k_weight = weights(128)
+    with torch.no_grad():
+        norms[0].weight.copy_(q_weight)
+        norms[1].weight.copy_(k_weight)
+        generator = torch.Generator().manual_seed(4)
+        q, k = torch.randn(64, 4, 128, generator=generator), torch.randn(64, 128, generator=generator)
+        positions = torch.randint(0, 1 << 20, (64,), generator=generator)
+        cos, sin = embedding(q, positions[None])
+        own_q = norms[0](q).transpose(0, 1)[None]
+        own_k = norms[1](k)[None, None]
+        want_q, want_k = modeling.apply_rotary_pos_emb(own_q, own_k, cos, sin)
+    rules = li.NormRope(q_weight, k_weight, rotary_dim=64, theta=theta)
+    cache = li.IndexCache.empty(1, SPEC, "fp32")
+    got = rules(q, k, cache, torch.arange(64), positions)
+    assert torch.allclose(got, want_q[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(cache.dequantize()[0, :64], want_k[0, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_queries_of_eight_bits():
+    """Rounded once, and saturating; the cache takes the first of its query dtypes where it is not scored with q's."""
+    q_weight, k_weight = weights(64)
+    rules = li.NormRope(1000 * q_weight.bfloat16(), k_weight.bfloat16())
+    q, k = (torch.randn(5, *shape, generator=torch.Generator().manual_seed(5)).bfloat16() for shape in ((2, 64), (64,)))
+    cache, slots, positions = li.IndexCache.empty(1, SMALL, "fp8"), torch.arange(5), torch.arange(5)
+    wide = rules.apply(q, rules.query_weight, positions)
+    assert wide.abs().max() > 448
+    out = torch.empty(5, 2, 64, dtype=torch.float8_e4m3fn)
+    assert rules(q, k, cache, slots, positions, out=out) is out
+    assert torch.equal(out.float(), wide.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert rules(q, k, cache, slots, positions).dtype == torch.bfloat16
+    assert rules(q.half(), k.half(), cache, slots, positions).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rotary_dim": 48}, "rotary_dim: expected 0, or 64 divided by a power of two"),
+        ({"eps": -1.0}, "eps"),
+        ({"theta": 0.0}, "theta"),
+        ({"key_weight": torch.zeros(32)}, "key_weight"),
+    ],
+)
+def test_rules_that_do_not_fit(change, message):
+    q_weight, k_weight = weights(64)
+    with pytest.raises(ValueError, match=message):
+        li.NormRope(**{"query_weight": q_weight, "key_weight": k_weight, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(5, 2, 32)}, "q: expected shape"),
+        ({"k": torch.zeros(4, 64)}, "k: expected shape"),
+        ({"k": torch.zeros(5, 64).half()}, "k: expected dtype float32"),
+        ({"slot_mapping": torch.zeros(5, dtype=torch.int32)}, "slot_mapping: expected dtype int64"),
+        ({"positions": torch.zeros(5)}, "positions: expected dtype"),
+        ({"cache": torch.zeros(1, 64, 64)}, "cache: expected an IndexCache"),
+        ({"cache": li.IndexCache.empty(1, SPEC)}, "query_weight: expected 128 dims"),
+        ({"out": torch.zeros(5, 2, 64)}, "out: expected dtype bfloat16"),
+    ],
+)
+def test_calls_that_do_not_fit(change, message):
+    call = {
+        "q": torch.zeros(5, 2, 64),
+        "k": torch.zeros(5, 64),
+        "cache": li.IndexCache.empty(1, SMALL),
+        "slot_mapping": torch.arange(5),
+        "positions": torch.arange(5),
+    }
+    with pytest.raises(ValueError, match=message):
+        li.NormRope(*weights(64))(**{**call, **change})
+
+
+# The kernel, interpreted: the same bytes as torch's.
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled in this process: test_gpu_packed.py tests them"
+)
+
+
+@pytest.fixture
+def backend():
+    pytest.importorskip("triton")
+    import interpreter
+
+    interpreter.install()
+    from lightning_indexer import triton_backend
+
+    with interpreter.fake_device(4):
+        yield triton_backend
+
+
+@interpreted
+@pytest.mark.parametrize("spec", [SPEC, SMALL], ids=["D128", "D64"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_writer_kernel(backend, format, spec):
+    rows = 90
+    wanted, got = cache_of(format, spec), cache_of(format, spec)
+    slots = slots_of(rows, spec)
+    keys = wild(rows, spec.head_dim)
+    wanted.store_tokens(keys[(inside := (slots >= 0) & (slots < 3 * spec.block_size))], slots[inside])
+    backend.write(got, keys, slots)
+    for one, other in zip(contents(got), contents(wanted), strict=True):
+        assert torch.equal(one, other)
+
+
+@interpreted
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_writer_kernel_keeps_nan(backend, format):
+    keys = torch.ones(4, 128)
+    keys[1, 20] = NAN
+    caches = [cache_of(format, SPEC) for _ in range(2)]
+    caches[0].store_tokens(keys, torch.arange(4))
+    backend.write(caches[1], keys, torch.arange(4))
+    want, got = (cache.dequantize()[0, :4] for cache in caches)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@interpreted
+@pytest.mark.parametrize(("format", "rotary_dim", "queries"), [("bf16", 64, None), ("fp8", 32, "e4m3"), ("nvfp4", 0, None)])
+def test_norm_rope_kernel(backend, format, rotary_dim, queries):
+    """Strided inputs as slices of one projection. Rounding to few bits may fall to either side of a middle."""
+    rules = li.NormRope(*(weight.bfloat16() for weight in weights(64)), rotary_dim=rotary_dim)
+    projected = torch.randn(37, 3, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    q, k, positions = projected[:, :2], projected[:, 2], torch.arange(37) * 1_000
+    slots = torch.arange(37) + 20
+    slots[5] = -1
+    caches = [li.IndexCache.wrap(torch.zeros_like(cache.data), SMALL, format) for cache in [cache_of(format, SMALL)] * 2]
+    dtype = torch.float8_e4m3fn if queries else torch.bfloat16
+    outs = [torch.zeros(37, 2, 64, dtype=dtype) for _ in range(2)]
+    from lightning_indexer import torch_backend
+
+    torch_backend.norm_rope_write(q, k, caches[0], slots, positions, rules, outs[0])
+    backend.norm_rope_write(q, k, caches[1], slots, positions, rules, outs[1])
+    for want, got in ((outs[0].float(), outs[1].float()), (caches[0].dequantize(), caches[1].dequantize())):
+        step = {torch.bfloat16: 2**-8, torch.float8_e4m3fn: 2**-3}[dtype] if want.dim() == 3 and want.shape[1] == 2 else 2**-2
+        assert ((got - want).abs() <= step * want.abs() + 2**-9).all()
+        assert (got == want).float().mean() > 0.99
