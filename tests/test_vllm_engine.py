@@ -53,14 +53,14 @@ def requests(tokens: list[int], seed: int = 0, query_len: int = 1) -> Inputs:
     return Inputs(SPEC, inputs.q, inputs.pages, table, inputs.seq_lens, query_len)
 
 
-def on_kernels(work):
+def on_kernels(work, vendor: str = "nvidia", **changes):
     """Run on one rank whose CPU takes our kernels, as a GPU would."""
 
     def run(rank: int):
         interpreter.install()
-        with interpreter.fake_device(3, topk=4), pytest.MonkeyPatch.context() as patch:
+        with interpreter.fake_device(3, topk=4, vendor=vendor), pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "backend_of", lambda device: interpreter.triton_backend)
-            return work(EngineIndexer(kind_of(), dist.group.WORLD))
+            return work(EngineIndexer(kind_of(**changes), dist.group.WORLD))
 
     return run_ranks(1, run)[0]
 
@@ -173,6 +173,28 @@ def test_draft_rows_and_sparse_tables():
     assert prefilled is None
     assert torch.equal(pages, table.block_table_out)
     assert torch.equal(held, table.context_lens_out)
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_packed_caches_with_fp8_queries(format):
+    """As vLLM has them: queries in e4m3; on the kernels that have no instruction for it, so on another vendor's."""
+    first, second = requests([64 * 9 + 1, 70]), requests([64 * 3, 64 * 12], seed=1)
+
+    def stored(live: Inputs) -> li.IndexCache:
+        cache = li.IndexCache.empty(len(live.pages), SPEC, format)
+        cache.write(live.pages.nan_to_num().flatten(0, 1), torch.arange(len(live.pages) * 64))
+        return cache
+
+    caches = [stored(live) for live in (first, second)]
+    queries = [live.q.to(torch.float8_e4m3fn) for live in (first, second)]
+
+    def work(shared: EngineIndexer):
+        steps = [step_of(live.seq_lens, live.block_table) for live in (first, second)]
+        return [shared.select("layer", *step, None)[0] for step in zip(steps, queries, caches, strict=True)]
+
+    found = on_kernels(work, "amd", format=format, query_dtype=torch.float8_e4m3fn)
+    for ids, live, q, cache in zip(found, (first, second), queries, caches, strict=True):
+        assert torch.equal(ids, li.decode(q, cache, live.block_table, live.seq_lens, spec=SPEC))
 
 
 @pytest.mark.parametrize("dispatch", ["sharded", "auto"])
