@@ -9,6 +9,7 @@ from typing import Any
 from lightning_indexer.vllm.options import refuse
 
 VERSIONS = ("0.33",)  # releases whose module has been tested with
+EXPECTED = " or ".join(f"{known}.*" for known in VERSIONS)
 
 LAYER = (
     "num_kv_heads",
@@ -43,6 +44,11 @@ FIELDS = {
 }
 
 
+def is_known(version: str) -> bool:
+    """Whether a release of vLLM is one that this package was written for."""
+    return any(version == known or version.startswith(f"{known}.") for known in VERSIONS)
+
+
 def check(module: Any) -> None:
     """Raise ValueError, with all that differs, unless vLLM's indexer module is one that this package was written for."""
     refuse(mismatches(module))
@@ -57,8 +63,8 @@ def mismatches(module: Any, version: str | None = None) -> list[str]:
     """
     found = []
     version = importlib.metadata.version("vllm") if version is None else version
-    if not any(version == known or version.startswith(f"{known}.") for known in VERSIONS):
-        found.append(f"vllm: expected version {' or '.join(f'{known}.*' for known in VERSIONS)}, got {version}")
+    if not is_known(version):
+        found.append(f"vllm: expected version {EXPECTED}, got {version}")
     for name, wanted in PARAMETERS.items():
         part = _find(module, name)
         got = tuple(inspect.signature(part).parameters) if callable(part) else None
