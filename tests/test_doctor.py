@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,3 +140,19 @@ def test_measured_figures_go_to_plan(monkeypatch):
     done = CliRunner().invoke(cli.main, ["doctor", "--measure", "--no-test"])
     assert done.exit_code == 0, done.output
     assert "For plan: --read-roof 4.59 --exchange-us 7.5 (32 rows)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "plugin", "works", "note"),
+    [
+        (None, True, False, "not installed"),
+        ("0.33.0", True, True, "0.33.0, with this package's plugin"),
+        ("0.34.1", True, False, "0.34.1, while this package's plugin is for 0.33.*"),
+        ("0.33.0", False, False, "0.33.0, this package has no plugin installed for it"),
+    ],
+)
+def test_the_engine_works_with_our_plugin_and_a_release_that_it_knows(version, plugin, works, note, monkeypatch):
+    point = SimpleNamespace(dist=SimpleNamespace(name="lightning-indexer" if plugin else "another"))
+    monkeypatch.setattr(support.importlib.metadata, "entry_points", lambda group: [point])
+    found = next(each for each in find_support(dataclasses.replace(BARE, vllm=version)) if each.what == "engine vLLM")
+    assert (found.works, found.note) == (works, note)

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.traffic import exchange_bytes, index_bytes
 from lightning_indexer.verify import compare, minimax_m3, report, synthetic
 from lightning_indexer.verify.case import Case
+from lightning_indexer.verify.ranks import run_ranks
 
 SMALL = ["verify", "--input", "random", "--context", "3000", "--batch", "3", "--topk", "4"]
 
@@ -215,3 +217,15 @@ def test_bytes_of_pages_that_are_held():
     own = [index_bytes(seq_lens, spec, 10, li.Shard(rank, 2, "page"), block_table) for rank in range(2)]
     assert own == [10 * 64 * 3, 10 * (32 + 64 + 32)]
     assert sum(own) == index_bytes(seq_lens, spec, 10, li.Shard())
+
+
+def rank_and_size(cases, ranks, device, transport):
+    return [case.name for case in cases], dist.get_rank(), dist.get_world_size(), transport
+
+
+def test_ranks_that_are_started_afresh_get_the_cases_pickled():
+    """As a GPU's ranks with the collective transport are: a process that has used a GPU cannot be forked."""
+    (case,) = synthetic.draw(li.IndexerSpec(), batch=1, context=200, query_len=1, seed=0)
+    work = partial(compare._in_process, rank_and_size, [case], torch.device("cpu"))
+    found = run_ranks(2, work, start_method="spawn")
+    assert found == [([case.name], rank, 2, "collective") for rank in range(2)]

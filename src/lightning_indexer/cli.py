@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: reads options, calls the work, prints."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import click
 import torch
 
 import lightning_indexer
+from lightning_indexer import replay as replaying
 from lightning_indexer.bench import plot, report
 from lightning_indexer.bench.baseline import (
     ROUNDS,
@@ -132,7 +134,7 @@ def verify(
         cases = _cases(source, context, text, seed, progress, **options)
         if format is not None:
             cases = [case.stored_as(format) for case in cases]
-        outcomes = list(compare(cases, worlds, progress, where, shard_by))
+        outcomes = list(compare(cases, worlds, progress, where, shard_by=shard_by))
         masses = [attention_mass(case) for case in cases if case.attention_heads]
     except (ValueError, ImportError) as error:
         raise click.ClickException(str(error)) from error
@@ -243,6 +245,63 @@ def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+@main.command(cls=PlainCommand)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--world", "worlds", default="1,2,4", callback=_worlds, help="Numbers of ranks, comma-separated.")
+@click.option(
+    "--cache",
+    "format",
+    type=click.Choice(replaying.CACHE_FORMATS),
+    help="Format to store the keys in.  [default: as recorded]",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "collective", "peer"]),
+    default="auto",
+    help="collective: processes, over gloo; peer: threads that share a GPU.  [auto: peer on a GPU]",
+)
+@click.option("--repeat", type=click.IntRange(1), default=5, help="Times that a call is timed.")
+@click.option("--device", default="cpu", help="cpu, or a GPU, which the ranks share.")
+@output_options(json_option())
+def replay(
+    file: Path,
+    worlds: list[int],
+    format: str | None,
+    transport: str,
+    repeat: int,
+    device: str,
+    json_path: Path | None,
+    force: bool,
+) -> None:
+    """Run decode calls that an engine recorded on any number of ranks; compare and time them.
+
+    Every id must be the unsharded selection's, and the blocks those that the engine's ranks chose, unless the keys are stored
+    in another format. Exits 1 on any difference, 2 if FILE is no recording.
+    """
+    check_writable(force, json_path)
+    progress = Progress()
+    try:
+        cases = replaying.cases(file, format)
+        for world in worlds:
+            cases[0].spec.owned_heads(0, world)
+        where = torch.device("cpu") if device == "cpu" else _gpu(device)
+        outcomes = list(compare(cases, worlds, progress, where, transport))
+        times = replaying.time_calls(cases, worlds, repeat, progress, where, transport)
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+    finally:
+        progress.close()
+    _print(outcomes, str(file))
+    click.echo(f"\nMilliseconds a call, median of {repeat}, slowest rank; ranks share this machine.\n")
+    click.echo(replaying.time_table(times))
+    click.echo("\n" + statement(outcomes))
+    parameters: dict[str, Any] = {"command": "replay", "file": str(file), "worlds": worlds, "device": device}
+    parameters |= {"cache": format, "transport": transport}
+    told = as_json(outcomes, [], {**parameters, "version": lightning_indexer.__version__, "torch": torch.__version__})
+    write_json(json_path, {**told, "times": [dataclasses.asdict(row) for row in times]})
+    sys.exit(0 if all(outcome.passed for outcome in outcomes) else 1)
 
 
 @main.group()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_indexer.spec import IndexerSpec
 
 # all_gather_into_tensor is called all_gather_single since torch 2.13; the old name warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 MOST_ITEM_BYTES = 4  # of an element of queries
 
 
@@ -48,7 +48,7 @@ class CollectiveTransport:
         sent.copy_(q)
         received = _shaped(self._queries, q.dtype, self.world, rows, owned, dim)
         # As bytes: gloo does not know every dtype.
-        _all_gather(received.flatten().view(torch.uint8), sent.flatten().view(torch.uint8), group=self.group)
+        all_gather_into(received.flatten().view(torch.uint8), sent.flatten().view(torch.uint8), group=self.group)
         owners = received[:: self.replicas]  # [P / replicas, T, h, D]
         gathered = _shaped(self._gathered, q.dtype, rows, len(owners), owned, dim)
         gathered.copy_(owners.permute(1, 0, 2, 3))

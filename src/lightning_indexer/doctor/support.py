@@ -11,6 +11,7 @@ import lightning_indexer as li
 from lightning_indexer.cache import FORMATS
 from lightning_indexer.doctor.machine import Machine
 from lightning_indexer.ops import check_device
+from lightning_indexer.vllm.interface import EXPECTED, is_known
 
 PACKAGE = "lightning-indexer"
 VLLM_PLUGINS = "vllm.general_plugins"  # entry points that vLLM loads
@@ -90,5 +91,7 @@ def _engines(machine: Machine) -> list[Support]:
     plugin = any(point.dist is not None and point.dist.name == PACKAGE for point in own)
     if machine.vllm is None:
         return [Support("engine vLLM", False, "not installed")]
+    if plugin and not is_known(machine.vllm):
+        return [Support("engine vLLM", False, f"{machine.vllm}, while this package's plugin is for {EXPECTED}")]
     note = "with this package's plugin" if plugin else "this package has no plugin installed for it"
     return [Support("engine vLLM", plugin, f"{machine.vllm}, {note}")]

@@ -26,6 +26,7 @@ class Case:
     chosen: torch.Tensor | None = None  # [H, T, K] int32, the model's own blocks, -1 padded, any order
     attention_heads: int = 0  # the first so many heads are attention heads: softmax(q.k / sqrt(D)) is their true attention
     cache: IndexCache | None = None  # the keys of `pages` in another format, which is then what is scored
+    changed: bool = False  # what is scored is not what the model scored
 
     @property
     def keys(self) -> IndexCache:
@@ -36,7 +37,7 @@ class Case:
         """The same with its keys written to a cache of another format."""
         cache = IndexCache.empty(len(self.pages), self.spec, format)
         cache.write(self.pages.flatten(0, 1), torch.arange(self.pages[..., 0].numel()))
-        return replace(self, name=f"{self.name}, {format}", cache=cache)
+        return replace(self, name=f"{self.name}, {format}", cache=cache, changed=True)
 
     def to(self, device: torch.device) -> "Case":
         """The same on a device, but for the model's choice."""

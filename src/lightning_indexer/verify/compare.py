@@ -3,17 +3,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 import lightning_indexer as li
 from lightning_indexer import reference
+from lightning_indexer.checks import require
 from lightning_indexer.ranks import VirtualRank, run_virtual
 from lightning_indexer.traffic import exchange_bytes, index_bytes
 from lightning_indexer.verify.case import Case
 from lightning_indexer.verify.ranks import run_ranks
 
 Progress = Callable[[str, int, int], None]
+Result = TypeVar("Result")
+Work = Callable[[list[Case], VirtualRank | None, torch.device, str], Result]
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-24  # rounding unit of float32
@@ -84,7 +89,12 @@ class _Expected:
 
 
 def compare(
-    cases: list[Case], worlds: list[int], progress: Progress, device: torch.device = CPU, shard_by: str = "block"
+    cases: list[Case],
+    worlds: list[int],
+    progress: Progress,
+    device: torch.device = CPU,
+    transport: str = "auto",
+    shard_by: str = "block",
 ) -> Iterator[Outcome]:
     """Outcomes of every case on every number of ranks.
 
@@ -94,7 +104,7 @@ def compare(
     same. Against the model's own blocks sets are compared, `torch.topk` leaves ties open; where a case's keys are stored in
     another format, that is counted and no fault.
 
-    On the CPU ranks are processes with the collective transport; on a GPU they are threads that share it, with "peer".
+    Ranks are made by `on_ranks`.
     """
     expected = []
     for number, case in enumerate(cases):
@@ -102,11 +112,7 @@ def compare(
         expected.append(_expect(case, device))
     for world in worlds:
         progress(f"{len(cases)} cases on {world} ranks", 0, 1)
-        if device.type == "cpu":
-            results = run_ranks(world, lambda rank: _run_cases(cases, None, device, shard_by))
-        else:
-            moved = [case.to(device) for case in cases]
-            results = run_virtual(world, lambda ranks: _run_on_gpu(moved, ranks, device))  # noqa: B023 (called at once)
+        results = on_ranks(world, partial(_run_cases, shard_by=shard_by), cases, device, transport)
         for number, case in enumerate(cases):
             progress(f"comparing, {world} ranks", number, len(cases))
             yield _judge(case, world, expected[number], [ids[number] for ids in results], shard_by)
@@ -142,7 +148,7 @@ def _expect(case: Case, device: torch.device) -> _Expected:
         tie_break=spec.tie_break,
     )
     unsharded = li.decode(*arguments, spec=spec, query_len=case.query_len).cpu()
-    if case.cache is None:
+    if not case.changed:
         return _Expected(scores, ids, unsharded, None)
     given = li.decode(moved.q, moved.pages, *arguments[2:], spec=spec, query_len=case.query_len).cpu()
     return _Expected(scores, ids, unsharded, _overlap(ids, given))
@@ -155,14 +161,42 @@ def _overlap(ids: torch.Tensor, given: torch.Tensor) -> float:
     return float((shared[counts > 0] / counts[counts > 0]).mean())
 
 
-def _run_on_gpu(cases: list[Case], ranks: VirtualRank, device: torch.device) -> list[torch.Tensor]:
+def on_ranks(world: int, work: Work[Result], cases: list[Case], device: torch.device, transport: str) -> list[Result]:
+    """What `work(cases, ranks, device, transport)` returns on each of `world` ranks; `ranks` is for virtual ones.
+
+    On the CPU ranks are processes, with the collective transport. On a GPU they share it: with "peer" and "auto" they are
+    threads, with "collective" processes that exchange over gloo.
+
+    Args:
+        work: a function of a module.
+        transport: as in `ContextParallelIndexer`.
+
+    Raises:
+        ValueError: "peer" on the CPU.
+    """
+    if device.type == "cpu":
+        require(transport != "peer", "transport", '"collective" or "auto" on the CPU', repr(transport))
+        return run_ranks(world, lambda rank: work(cases, None, device, transport))
+    if transport == "collective":
+        return run_ranks(world, partial(_in_process, work, cases, device), start_method="spawn")
+    moved = [case.to(device) for case in cases]
+    return run_virtual(world, lambda ranks: _in_thread(work, moved, ranks, device))
+
+
+def _in_process(work: Work[Result], cases: list[Case], device: torch.device, rank: int) -> Result:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return work([case.to(device) for case in cases], None, device, "collective")
+
+
+def _in_thread(work: Work[Result], cases: list[Case], ranks: VirtualRank, device: torch.device) -> Result:
     torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        return _run_cases(cases, ranks, device)
+        return work(cases, ranks, device, "peer")
 
 
 def _run_cases(
-    cases: list[Case], ranks: VirtualRank | None, device: torch.device, shard_by: str = "block"
+    cases: list[Case], ranks: VirtualRank | None, device: torch.device, transport: str, shard_by: str = "block"
 ) -> list[torch.Tensor]:
     """This rank's ids for every case, `[h, T, K]` each, on the CPU."""
     found = []
@@ -177,6 +211,7 @@ def _run_cases(
                 max_rows=most_rows,
                 max_seq_len=max(1, longest),
                 device=device,
+                transport=transport,
                 dispatch="sharded",
                 shard_by=shard_by,
             )
@@ -222,7 +257,7 @@ def _judge(case: Case, world: int, expected: _Expected, results: list[torch.Tens
             if case.chosen is not None and outcome.equal_model is not None:
                 chosen = case.chosen[head]
                 other = (found.sort(dim=-1).values != chosen.sort(dim=-1).values).any(dim=-1)
-                own_keys = case.cache is None  # other keys select other blocks, and that is no fault
+                own_keys = not case.changed  # other keys select other blocks, and that is no fault
                 for row in other.nonzero().flatten().tolist() if own_keys else ():
                     if (head, row) not in near:
                         near[head, row] = _is_near_tie(case, head, row, chosen[row], want[row])

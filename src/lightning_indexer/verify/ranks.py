@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real ranks on one machine: forked processes that form a gloo group."""
+"""Real ranks on one machine: processes that form a gloo group."""
 
 import tempfile
 from collections.abc import Callable
@@ -14,22 +14,24 @@ from torch.multiprocessing.spawn import start_processes
 Result = TypeVar("Result")
 
 
-def run_ranks(world: int, work: Callable[[int], Result], *, timeout: float = 120.0) -> list[Result]:
+def run_ranks(
+    world: int, work: Callable[[int], Result], *, timeout: float = 120.0, start_method: str = "fork"
+) -> list[Result]:
     """What `work(rank)` returns on each of `world` new processes that are the default group.
-
-    Forked, so `work` may use anything that this process holds, without a copy.
 
     Args:
         world: processes.
         work: called with the rank; what it returns is pickled back.
         timeout: seconds, of the group.
+        start_method: "fork": `work` may use anything that this process holds, without a copy; "spawn": it is pickled, and
+            this process may have used a GPU.
 
     Raises:
         Exception: the first rank's error, with its traceback; the other ranks are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, work, folder, timeout)
-        start_processes(_enter, arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+        start_processes(_enter, arguments, nprocs=world, start_method=start_method)  # type: ignore[no-untyped-call]
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
 
 
