@@ -35,9 +35,9 @@ from lightning_indexer import ops, peer, policy, triton_backend, workspace
 from lightning_indexer.spec import IndexerSpec, Shard
 
 # Bytes of stack on sm_90. The prefill kernel is held to 128 registers so that two programs fit a multiprocessor, and
-# spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md). The others put a few
-# addresses on the stack, outside their loops.
-STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24}
+# spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md). The sine of large arguments
+# has a table on the stack, which no angle here reaches. The others put a few addresses there, outside their loops.
+STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24, "write_kernel": 32}
 # With keys of 8 bits and less, the same limit costs the prefill kernel some more, and lets four programs of the scorer onto a
 # multiprocessor; its tile of 64 columns holds the most that there are.
 PACKED_STACK_ALLOWED = {"prefill_kernel": 136, "score_kernel": 168}
@@ -60,6 +60,7 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), policy.DeviceFacts("amd", (9, 4), 304), 64 * KIB),
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), policy.DeviceFacts("amd", (9, 5), 256), 160 * KIB),
 }
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -67,6 +68,7 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -118,6 +120,15 @@ class Call:
             triton_backend.select_keys(scores, seq_lens, spec, self.query_len, shard, keys[0])
         elif self.kind == "merge":
             triton_backend.merge_keys(keys, seq_lens, spec, self.query_len, self.order, sparse, ids)
+        elif self.kind == "write":
+            keys = torch.zeros(self.rows, spec.head_dim, dtype=torch.bfloat16)
+            triton_backend.write(cache, keys, torch.zeros(self.rows, dtype=torch.int64))
+        elif self.kind == "norm":
+            projected = torch.zeros(self.rows, self.heads + 1, spec.head_dim, dtype=torch.bfloat16)
+            rules = li.NormRope(*torch.zeros(2, spec.head_dim, dtype=torch.bfloat16), rotary_dim=spec.head_dim // 2)
+            slots, out = torch.zeros(self.rows, dtype=torch.int64), torch.zeros(self.rows, self.heads, spec.head_dim)
+            given = projected[:, :-1], projected[:, -1], cache, slots, slots.int(), rules, out.to(self.dtype)
+            triton_backend.norm_rope_write(*given)
         elif self.kind == "peer":
             self.exchange(q, cache, block_table, seq_lens)
         elif self.kind == "prefill":
@@ -126,7 +137,7 @@ class Call:
 
     def cache(self) -> li.IndexCache:
         """Of one page."""
-        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "fp8", FNUZ: "fp8_fnuz"}
         cache = li.IndexCache.empty(1, self.spec, self.format or names[self.dtype])
         scale = torch.ones(1, self.spec.block_size) if self.scaled else None
         return li.IndexCache.wrap(cache.data, self.spec, cache.format.name, scale)
@@ -200,7 +211,14 @@ GEOMETRIES = [
     (IndexerSpec(topk=1, block_size=64, head_dim=64), torch.float16),
     (IndexerSpec(topk=16, block_size=256), torch.bfloat16),
 ]
-E4M3 = torch.float8_e4m3fn
+MANY = 100_000  # keys to write
+WRITES = [
+    *(Call("write", format=format, rows=rows) for format in ("bf16", "fp8", "nvfp4") for rows in (1, MANY)),
+    Call("write", format="fp8", scaled=True, rows=1),
+    Call("norm", format="bf16", rows=1),
+    Call("norm", format="fp8", dtype=E4M3, rows=MANY),
+    Call("norm", format="nvfp4", dtype=E4M3, rows=1),
+]
 PACKED = [
     *(
         Call(kind, format=format, dtype=dtype, **heads_and_rows(columns))
@@ -213,6 +231,7 @@ PACKED = [
     Call("decode", format="nvfp4", spec=GEOMETRIES[1][0]),
     Call("prefill", format="nvfp4", spec=GEOMETRIES[2][0]),
     Call("peer", format="fp8", dtype=E4M3, planned=True),
+    *WRITES,
 ]
 # What has no e4m3 of its own, or another one.
 PACKED_PORTABLY = [Call(kind, format=format) for format in ("fp8", "nvfp4") for kind in ("decode", "prefill")]
@@ -222,12 +241,18 @@ OTHERS = [
     for kind, rest in (("decode", {}), ("scores", {"query_len": 16}), ("prefill", {"rows": 64}))
 ]
 CALLS = {
-    "sm_80": BRIEF + PACKED_PORTABLY,
+    "sm_80": BRIEF + PACKED_PORTABLY + WRITES[::3],
     "sm_90": FULL + OTHERS + PACKED,
     "sm_100": BRIEF + PACKED[::2],
     "sm_120": BRIEF + PACKED[::2],
-    "gfx942": [*BRIEF, Call("keys"), *PACKED_PORTABLY, Call("decode", format="fp8_fnuz")],
-    "gfx950": BRIEF + PACKED_PORTABLY,
+    "gfx942": [
+        *BRIEF,
+        Call("keys"),
+        *PACKED_PORTABLY,
+        *(Call(kind, dtype=FNUZ) for kind in ("decode", "prefill", "peer", "norm")),
+        Call("write", format="fp8_fnuz", rows=1),
+    ],
+    "gfx950": [*BRIEF, *PACKED_PORTABLY, *WRITES[::3], *(Call(kind, dtype=E4M3) for kind in ("decode", "prefill"))],
 }
 
 

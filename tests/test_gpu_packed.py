@@ -209,7 +209,7 @@ def test_poison(format):
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_graph(pools, format):
-    """Captured on tiny lengths, replayed with long ones; nothing is compiled after the warm-up."""
+    """Captured on tiny lengths, replayed with long ones."""
     cache = pools[format]
     inputs = inputs_of(cache, SKEWED, "e4m3")
     li.warmup(SPEC, device=DEVICE, cache_format=format)

@@ -23,7 +23,9 @@ import triton.language as tl
 
 import lightning_indexer as li
 from lightning_indexer import reference, torch_backend, triton_backend
+from lightning_indexer.kernels.exchange import gather_kernel
 from lightning_indexer.kernels.formats import WARPS, e4m3_code, e4m3_of, float_of, key_dim, key_token
+from lightning_indexer.peer import FNUZ_NAN_FLIP
 from lightning_indexer.spec import IndexerSpec, Shard
 
 interpreter.install()
@@ -123,6 +125,95 @@ def test_scores_and_selections(name):
         given = inputs.q[own], cache, inputs.block_table[some], bounds, inputs.seq_lens[some]
         triton_backend.prefill(*given, spec, longest, "score", chunk, None)
         assert torch.equal(chunk, want[:, own])
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_by_block_with_a_table(format):
+    """Ascending ids: of requests that are selected whole, unscored, and of others; with the sparse table of the ids."""
+    inputs, cache = Case(format, heads=1, query_len=2, tokens=(300, 0, 129, 1000)).make()
+    rows, longest = len(inputs.q), inputs.block_table.shape[1] * 128
+    step = (inputs.q, cache, inputs.block_table, inputs.seq_lens, inputs.spec, 2, longest)
+    with interpreter.fake_device(5, topk=3, vendor="amd"):
+        scores = torch.full((1, rows, inputs.block_table.shape[1]), -torch.inf)
+        triton_backend.score_blocks(*step, Shard(), scores)
+        keys, want = torch.empty(1, 1, rows, 3, dtype=torch.int64), torch.empty(1, rows, 3, dtype=torch.int32)
+        torch_backend.select_keys(scores, inputs.seq_lens, inputs.spec, 2, Shard(), keys[0])
+        attention = torch.arange(inputs.block_table.numel(), dtype=torch.int32).view(inputs.block_table.shape)
+        tables = [li.SparseTable.empty(inputs.spec, 1, rows, 16, attention) for _ in range(2)]
+        torch_backend.merge_keys(keys, inputs.seq_lens, inputs.spec, 2, "block", tables[0], want)
+        plan = li.plan_step(inputs.seq_lens, spec=inputs.spec, max_seq_len=longest, order="block", cache_format=format)
+        for planned in (None, plan):
+            got = torch.full_like(want, -77)
+            triton_backend.decode(*step, "block", tables[1], got, planned, None)
+            assert torch.equal(got, want)
+            assert torch.equal(tables[1].block_table_out, tables[0].block_table_out)
+            assert torch.equal(tables[1].context_lens_out, tables[0].context_lens_out)
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_two_tiles_of_columns(format):
+    """More query columns than one tile holds: 96."""
+    inputs, cache = Case(format, heads=3, query_len=32, tokens=(290, 40)).make()
+    longest = inputs.block_table.shape[1] * 128
+    step = (inputs.q, cache, inputs.block_table, inputs.seq_lens, inputs.spec, 32, longest)
+    with interpreter.fake_device(3, topk=3, vendor="amd"):
+        scores = torch.full((3, len(inputs.q), inputs.block_table.shape[1]), -77.0)
+        triton_backend.score_blocks(*step, Shard(), scores)
+        ids = torch.full((3, len(inputs.q), 3), -77, dtype=torch.int32)
+        triton_backend.decode(*step, "score", None, ids, None, None)
+    wide = replace(inputs, q=inputs.q.float())
+    exact = reference.scores(*wide.arguments, block_size=128, query_len=32, dtype=torch.float64)
+    seen = exact > -torch.inf
+    assert torch.equal(scores != -77, seen)
+    assert torch.allclose(scores[seen].double(), exact[seen], rtol=0, atol=1e-3)
+    assert torch.equal(ids, selection(inputs, scores))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ, torch.bfloat16], ids=["fn", "fnuz", "bf16"])
+def test_queries_that_look_like_an_empty_box(dtype):
+    """All bits set, and all NaN: what is read is NaN where NaN was sent, and else the same; -240 is a number of e4m3fnuz."""
+    world, rows, dim = 2, 3, 64
+    per_word = 8 // dtype.itemsize
+    q = torch.randn(rows, world, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bits = q.view(torch.uint8).view(rows, world, -1)
+    bits[0, 0, :8], bits[0, 0, 8:16], bits[1, 0, 16:24] = 0xFF, 0x80, 0x7F
+    boxes = [torch.full((2 * world * rows * dim // per_word,), -1, dtype=torch.int64) for _ in range(world)]
+    addresses = torch.tensor([box.data_ptr() for box in boxes])
+    steps, failed, report = torch.zeros(2, dtype=torch.int32), *(torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    out = torch.zeros(rows, world, dim, dtype=dtype)
+    for rank in range(world):  # one after the other: the first one's wait ends at once, the second one finds all there
+        own = q[:, rank : rank + 1]
+        gather_kernel[(1,)](
+            own.view(torch.uint8),
+            out.view(torch.uint8),
+            addresses,
+            steps,
+            steps,
+            failed,
+            report,
+            rows,
+            own.stride(0) // per_word,
+            own.stride(1) // per_word,
+            1,
+            world,
+            1,
+            rank,
+            world,
+            rows,
+            0,
+            0,
+            WORDS=dim // per_word,
+            FLIP=FNUZ_NAN_FLIP if dtype == FNUZ else 0,
+            AUTO=False,
+            PDL=False,
+        )
+        failed.zero_()
+    nan = q.float().isnan()
+    assert torch.equal(out.float()[~nan], q.float()[~nan])
+    # A word of NaNs may come with one of them a number: any of the others makes the products NaN.
+    words = nan.view(rows, world, -1, per_word)
+    assert (out.float().isnan().view(words.shape).any(-1) == words.any(-1)).all()
+    assert words.all(-1).any()
 
 
 @triton.jit

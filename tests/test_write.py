@@ -3,12 +3,18 @@
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import NAN
 
 import lightning_indexer as li
+from lightning_indexer import ops, torch_backend
+from lightning_indexer.bench import write as bench_write
+from lightning_indexer.bench.gate import WrongSelectionError
+from lightning_indexer.bench.timing import QUICK, Timing
+from lightning_indexer.bench.write import compare
 from lightning_indexer.spec import IndexerSpec
 
 SPEC = IndexerSpec()
@@ -138,8 +144,15 @@ def test_queries_of_eight_bits():
     ("change", "message"),
     [
         ({"rotary_dim": 48}, "rotary_dim: expected 0, or 64 divided by a power of two"),
-        ({"eps": -1.0}, "eps"),
-        ({"theta": 0.0}, "theta"),
+        ({"rotary_dim": 64.0}, "rotary_dim: expected an int"),
+        ({"rotary_dim": None}, "rotary_dim: expected an int"),
+        ({"eps": -1.0}, "eps: expected a finite number from 0, got -1.0"),
+        ({"eps": "small"}, "eps: expected a finite number from 0, got 'small'"),
+        ({"eps": math.inf}, "eps"),
+        ({"theta": 0.0}, "theta: expected a finite number above 0, got 0.0"),
+        ({"theta": None}, "theta"),
+        ({"frequency": torch.zeros(16)}, r"frequency: expected shape \[32\]"),
+        ({"frequency": torch.zeros(32).double()}, "frequency: expected dtype float32"),
         ({"key_weight": torch.zeros(32)}, "key_weight"),
     ],
 )
@@ -172,6 +185,34 @@ def test_calls_that_do_not_fit(change, message):
     }
     with pytest.raises(ValueError, match=message):
         li.NormRope(*weights(64))(**{**call, **change})
+
+
+def test_frequencies_of_a_models_own():
+    """Half as fast: as at half the position."""
+    q, k = torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(7)), torch.zeros(4, 64)
+    positions, caches = torch.tensor([0, 2, 10, 5_000]), [li.IndexCache.empty(1, SMALL, "fp32") for _ in range(2)]
+    plain = li.NormRope(*weights(64))
+    slow = li.NormRope(*weights(64), frequency=plain.frequency / 2)
+    want = plain(q, k, caches[0], torch.arange(4), positions // 2)
+    assert torch.equal(slow(q, k, caches[1], torch.arange(4), positions), want)
+
+
+def test_where_queries_may_go():
+    """Into their own place, or elsewhere; not half onto themselves or onto the keys."""
+    rules = li.NormRope(*weights(64))
+    projected = torch.randn(6, 5, 64, generator=torch.Generator().manual_seed(8))
+    cache, slots, positions = li.IndexCache.empty(1, SMALL, "fp32"), torch.arange(6), torch.arange(6)
+    q, k = projected[:, :3], projected[:, 3]
+    want = rules(q, k, cache, slots, positions)
+    beside = torch.zeros(6, 7, 64)
+    assert torch.equal(rules(q, k, cache, slots, positions, out=beside[:, 2:5]), want)
+    for out in (projected[:, 1:4], projected[:, 2:], projected.as_strided(q.shape, (64, 320, 1))):
+        with pytest.raises(ValueError, match="out: expected q itself, or memory of its own"):
+            rules(q, k, cache, slots, positions, out=out)
+    with pytest.raises(ValueError, match="out: expected a place of its own for every element"):
+        rules(q, k, cache, slots, positions, out=torch.zeros(1, 3, 64).expand(6, -1, -1))
+    assert torch.equal(rules(q, k, cache, slots, positions, out=q), want)
+    assert torch.equal(projected[:, :3], want)
 
 
 # The kernel, interpreted: the same bytes as torch's.
@@ -229,14 +270,69 @@ def test_norm_rope_kernel(backend, format, rotary_dim, queries):
     q, k, positions = projected[:, :2], projected[:, 2], torch.arange(37) * 1_000
     slots = torch.arange(37) + 20
     slots[5] = -1
-    caches = [li.IndexCache.wrap(torch.zeros_like(cache.data), SMALL, format) for cache in [cache_of(format, SMALL)] * 2]
+    caches = [li.IndexCache.wrap(torch.zeros_like(cache_of(format, SMALL).data), SMALL, format) for _ in range(2)]
     dtype = torch.float8_e4m3fn if queries else torch.bfloat16
-    outs = [torch.zeros(37, 2, 64, dtype=dtype) for _ in range(2)]
-    from lightning_indexer import torch_backend
+    wanted, got = (torch.zeros(37, 2, 64, dtype=dtype) for _ in range(2))
+    torch_backend.norm_rope_write(q, k, caches[0], slots, positions, rules, wanted)
+    backend.norm_rope_write(q, k, caches[1], slots, positions, rules, got)
+    for head in range(2):
+        compare(got[:, head].float(), wanted[:, head].float(), "fp8" if queries else "bf16", f"head {head}")
+    compare(caches[1].dequantize().flatten(0, 1), caches[0].dequantize().flatten(0, 1), format, "keys")
 
-    torch_backend.norm_rope_write(q, k, caches[0], slots, positions, rules, outs[0])
-    backend.norm_rope_write(q, k, caches[1], slots, positions, rules, outs[1])
-    for want, got in ((outs[0].float(), outs[1].float()), (caches[0].dequantize(), caches[1].dequantize())):
-        step = {torch.bfloat16: 2**-8, torch.float8_e4m3fn: 2**-3}[dtype] if want.dim() == 3 and want.shape[1] == 2 else 2**-2
-        assert ((got - want).abs() <= step * want.abs() + 2**-9).all()
-        assert (got == want).float().mean() > 0.99
+
+@interpreted
+def test_norm_rope_kernel_at_far_positions(backend):
+    """Whole turns are taken off without a loss, up to 2^24 tokens, from where on a float32 position is not exact."""
+    rules = li.NormRope(*weights(64))
+    generator = torch.Generator().manual_seed(9)
+    q, k = torch.randn(40, 2, 64, generator=generator), torch.randn(40, 64, generator=generator)
+    positions = torch.cat((torch.arange(1_000_000, 1_000_020), torch.arange((1 << 24) - 20, 1 << 24)))
+    caches = [li.IndexCache.empty(1, SMALL, "fp32") for _ in range(2)]
+    outs = [torch.zeros_like(q) for _ in range(2)]
+    for run, cache, out in zip((torch_backend, backend), caches, outs, strict=True):
+        run.norm_rope_write(q, k, cache, torch.arange(40), positions, rules, out)
+    assert torch.allclose(outs[1], outs[0], rtol=0, atol=1e-5)
+    assert torch.allclose(caches[1].dequantize()[0, :40], caches[0].dequantize()[0, :40], rtol=0, atol=1e-5)
+
+
+# The benchmark's gate.
+
+
+def measured(monkeypatch, **changes):
+    monkeypatch.setattr(bench_write, "time_step", lambda call, *rest: call(0) or Timing(1.0, 1.0, 1.0))
+    given = {"formats": ["bf16", "fp8", "nvfp4"], "sizes": [5, 200], "heads": 2, "device": torch.device("cpu"), **changes}
+    return bench_write.measure_writes(**given, l2_bytes=1 << 10, read_tbps=4.0, protocol=QUICK, progress=lambda *told: None)
+
+
+def test_benchmark_of_writing(monkeypatch):
+    rows = measured(monkeypatch)
+    assert [(row.format, row.rows, row.heads) for row in rows] == [
+        (format, size, heads) for format in ("bf16", "fp8", "nvfp4") for size in (5, 200) for heads in (0, 2)
+    ]
+    bf16, fused, nvfp4 = rows[0], rows[1], rows[8]
+    assert bf16.moved == 5 * 2 * 256
+    assert fused.moved == 5 * (2 * 256 + 2 * 2 * 256)
+    assert nvfp4.moved == 5 * (256 + 72)
+    assert bf16.pct_roof == pytest.approx(100 * 5 * 512 / 4e6)
+    assert bf16.as_json()["op"] == "write"
+
+
+def test_benchmark_refuses_a_wrong_dim(monkeypatch):
+    """One of 128 dims that is wrong in every row, and one number that is far off."""
+    good = torch.randn(300, 128, generator=torch.Generator().manual_seed(10))
+    compare(good, good, "bf16", "keys")
+    wrong = good.clone()
+    wrong[:, 5] += 0.01
+    with pytest.raises(WrongSelectionError, match=r"keys: expected torch's numbers, got 0.0 % of them in dim 5"):
+        compare(wrong, good, "bf16", "keys")
+    wrong = good.clone()
+    wrong[7, 9] += 1.0
+    with pytest.raises(WrongSelectionError, match="keys: row 7, dim 9: expected"):
+        compare(wrong, good, "bf16", "keys")
+
+    def shifted(q, k, cache, slots, positions, rules, out):
+        torch_backend.norm_rope_write(q, k, cache, slots, positions + 1, rules, out)
+
+    monkeypatch.setattr(ops, "backend_of", lambda device: SimpleNamespace(norm_rope_write=shifted, write=torch_backend.write))
+    with pytest.raises(WrongSelectionError, match="write, bf16, query head 0"):
+        measured(monkeypatch, formats=["bf16"], sizes=[5])

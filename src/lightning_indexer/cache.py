@@ -196,7 +196,7 @@ class IndexCache:
                 bytes (uint8), if `format` says which.
             spec: gives B and D.
             format: None takes it from the dtype.
-            scale: with fp8 `[pages, B]` float32, a factor per token; None for none.
+            scale: with fp8 `[pages, B]` float32, a factor per token, finite where the token is visible; None for none.
 
         Raises:
             ValueError: shape, dtype or strides do not fit spec and format.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input checks: one wording, `argument: expected ..., got ...`, for every error that a caller can cause."""
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ def check_int(argument: str, value: Any, minimum: int, maximum: int | None = Non
     bounds = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     require(fits and (maximum is None or value <= maximum), argument, bounds, repr(value))
+
+
+def check_number(argument: str, value: Any, low: float, *, open: bool = False) -> None:
+    """Require a finite number of at least `low`, or with `open` above it."""
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    fits = fits and (value > low if open else value >= low)
+    require(fits, argument, f"a finite number {'above' if open else 'from'} {low:g}", repr(value))
 
 
 def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -38,6 +38,7 @@ from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
 from lightning_indexer.ops import backend_of, check_device, make_plan
 from lightning_indexer.policy import decode_programs, device_facts
+from lightning_indexer.precompile import one_page
 from lightning_indexer.ranks import ProcessRanks, Ranks, UnmappedError, gpu_name, ranks_of
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
@@ -225,11 +226,14 @@ class ContextParallelIndexer:
         self,
         cache_format: str = "bf16",
         *,
+        scaled: bool = False,
         query_lens: Iterable[int] = (1,),
         order: str = "score",
         page_size: int | None = None,
     ) -> None:
         """Run small steps on every rank, so that later ones find connections and code ready; measure thresholds. A collective.
+
+        Thresholds are those of the last format: an indexer that serves caches of several wants one `threshold` given.
 
         Measuring takes up to 256 MiB of bf16 keys for a moment, and less where less than 1 GiB is free.
 
@@ -238,6 +242,7 @@ class ContextParallelIndexer:
 
         Args:
             cache_format: format of the caches to come; with queries of every dtype that it is scored with.
+            scaled: the caches to come have a scale per token.
             query_lens: every query length Q to come.
             order: order to come.
             page_size: of the sparse tables to come; None if there will be none.
@@ -250,8 +255,7 @@ class ContextParallelIndexer:
         if page_size is not None:
             check_int("page_size", page_size, 1, self.spec.block_size)
         spec, owned, device, query_lens = self.spec, len(self.owned_heads), self.device, tuple(query_lens)
-        cache = IndexCache.empty(1, spec, cache_format, device)
-        cache.data.view(torch.uint8).zero_()
+        cache = one_page(spec, cache_format, device, scaled)
         one = torch.ones(1, dtype=torch.int32, device=device)
         pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
 

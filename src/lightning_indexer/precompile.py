@@ -23,13 +23,15 @@ def warmup(
     heads: int | None = None,
     query_lens: Iterable[int] = (1,),
     cache_format: str = "bf16",
+    scaled: bool = False,
     order: str = "score",
     page_size: int | None = None,
 ) -> None:
     """Run `decode`, with and without a step plan, `prefill` and `IndexCache.write` once on almost nothing.
 
     Kernels depend on these arguments and on `spec`, not on batch, table width, lengths or bounds: after this call no shape
-    compiles anything.
+    compiles anything. Keys to write are bf16 here, and aligned to 16 bytes; `NormRope` has a kernel of its own for each set of
+    dtypes, which its first call loads.
 
     Args:
         spec: geometry and rules.
@@ -37,6 +39,7 @@ def warmup(
         heads: heads of the queries to come; None takes `spec.num_heads`.
         query_lens: every query length Q to come.
         cache_format: format of the caches to come; with queries of every dtype that it is scored with.
+        scaled: the caches to come have a scale per token.
         order: order to come.
         page_size: of the sparse tables to come; None if there will be none.
 
@@ -47,10 +50,10 @@ def warmup(
     check_choice("cache_format", cache_format, tuple(FORMATS))
     heads = check_spec(spec).num_heads if heads is None else heads
     check_int("heads", heads, 1)
-    cache = IndexCache.empty(1, spec, cache_format, device)
-    cache.data.view(torch.uint8).zero_()
-    keys = torch.zeros(1, spec.head_dim, dtype=torch.bfloat16, device=device)
-    cache.write(keys, torch.zeros(1, dtype=torch.int64, device=device))
+    cache = one_page(spec, cache_format, device, scaled)
+    for rows in backend_of(cache.device).write_sizes(cache.device):
+        keys = torch.zeros(rows, spec.head_dim, dtype=torch.bfloat16, device=device)
+        cache.write(keys, torch.full((rows,), -1, dtype=torch.int64, device=device))
     block_table = torch.zeros(1, BLOCKS, dtype=torch.int32, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
     plan = plan_step(one, spec=spec, max_seq_len=BLOCKS * spec.block_size, order=order, cache_format=cache_format)
@@ -70,3 +73,11 @@ def warmup(
         bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
         q = torch.zeros(1, heads, spec.head_dim, device=device).to(dtype)
         prefill(q, cache, block_table, bounds, one, spec=spec, order=order)
+
+
+def one_page(spec: IndexerSpec, format: str, device: torch.device | str, scaled: bool) -> IndexCache:
+    """A cache of one page of zeros."""
+    cache = IndexCache.empty(1, spec, format, device)
+    cache.data.view(torch.uint8).zero_()
+    scale = torch.ones(1, spec.block_size, device=device) if scaled else None
+    return IndexCache.wrap(cache.data, spec, format, scale)

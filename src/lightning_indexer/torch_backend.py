@@ -252,6 +252,11 @@ def prefill(
         out[:, rows.where] = first_ids(keys[None], rows.lengths, spec, order).to(out.dtype)
 
 
+def write_sizes(device: torch.device) -> tuple[int, ...]:
+    """Rows to write, by which all that `write` may run has been run."""
+    return (1,)
+
+
 def write(cache: IndexCache, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Store keys by slot."""
     tokens = cache.num_pages * cache.spec.block_size

@@ -235,6 +235,7 @@ def score_share(
     STAGES: tl.constexpr,
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
+    tl.static_assert(not (CARRY and SCALED))  # with CARRY `this_page` is the page that is loaded, not the one that is scored
     SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
     wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -260,7 +261,8 @@ def score_share(
                 one, two, three = load_page(pages_ptr, next_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             q_row = (request * query_len + wide // heads).to(tl.int64)
-            places = q_ptr + q_row[None, :] * q_row_stride + (wide % heads)[None, :] * q_head_stride + dims[:, None]
+            q_head = (wide % heads).to(tl.int64)
+            places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
             inside = (wide < query_len * heads)[None, :]
             queries = tl.load(places, mask=inside, other=0.0).to(TYPE)  # [dims, COLUMNS * SPREAD]
             upper = queries

@@ -6,12 +6,13 @@ the payload is its own flag. A writer stores words, each whole by itself; the re
 EMPTY, takes them, and puts EMPTY back. No fence, no barrier, no generation is needed between the two.
 
     keys     [2, P, h, max_rows, K]        from each rank, for the owner's h heads
-    queries  [2, P, max_rows, h, D / 4]    from each rank, its own heads (4 elements of 16 bits a word, or 8 of 8)
+    queries  [2, P, max_rows, h, D / 4]    from each rank, its own heads, 4 elements of 16 bits a word; with 8 of 8 bits D / 8
 
 The leading 2 is the parity of the number of exchanged steps, which is counted on the device. A rank writes into a half again
 two exchanges later. By then it has taken the keys of the exchange between, which their sender sent after it had emptied its
-half; so a word is never overwritten before it is read, whatever the ranks' speeds, and nothing waits for a barrier. Steps that
-are not exchanged do not count.
+half; so a word is never overwritten before it is read, whatever the ranks' speeds, and nothing waits for a barrier. Steps
+that are not exchanged do not count. Where steps of 16-bit and 8-bit queries take turns, their halves overlap: between the
+two lies an exchange of keys, which no rank sends before it has taken all queries of its step and emptied their places.
 
 Who waits for whom. A program waits for other ranks only when this rank has done all that they wait for in the same step, or
 can still do it beside the waiting programs: `exchange_kernel` sends the heads of others from programs that do not wait, and

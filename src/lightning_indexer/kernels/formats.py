@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of a page as the matrix unit takes them, from every cache format. The only kernels that know how keys are stored.
 
-Keys of 8 and 4 bits are widened in registers, to the 16-bit dtype of the products (`product_dtype`): nothing is widened in
+Keys of 8 and 4 bits are widened in registers, to the 16-bit dtype of the products (TYPE): nothing is widened in
 memory, and every product is exact. (The 8-bit matrix instruction of Hopper would save the widening, but it sums in far fewer
 bits than float32: over 128 dims of unit keys and queries its scores were off by up to 0.03 on an H200, 2026-11-30.)
 
@@ -210,10 +210,10 @@ def e4m3_words(codes, scales, NATIVE: tl.constexpr):
             MAGNITUDES, "=r,=r,r,r", [scales, group * 0x11], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
         w0, w1 = tl.inline_asm_elementwise(
-            CHOSEN, "=r,=r,r,r,r", [low, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            CHOSEN, "=&r,=&r,r,r,r", [low, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
         w2, w3 = tl.inline_asm_elementwise(
-            CHOSEN, "=r,=r,r,r,r", [high, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            CHOSEN, "=&r,=&r,r,r,r", [high, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:
         scale = float_of((scales >> (group * 8)) & 255, False)

@@ -193,7 +193,7 @@ def prefill_kernel(
     first = (split.to(tl.int64) * blocks // parts).to(tl.int32)
     last = ((split + 1).to(tl.int64) * blocks // parts).to(tl.int32)
     whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
-    places = q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + dims[None, :]
+    places = q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None].to(tl.int64) * q_head_stride + dims[None, :]
     queries = tl.load(places, mask=wanted[:, None], other=0.0).to(TYPE)  # [COLUMNS, dims]
     upper = queries
     if (FORMAT != "plain") and (DIM == 128):

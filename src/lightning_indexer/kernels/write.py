@@ -9,10 +9,13 @@ import math
 import triton
 import triton.language as tl
 
+from lightning_indexer import cache
 from lightning_indexer.kernels.common import nan_max
 from lightning_indexer.kernels.formats import e4m3_code, float_of
 
-GROUP = tl.constexpr(16)  # dims that share an NVFP4 scale
+GROUP = tl.constexpr(cache.GROUP)
+MIDDLES = tl.constexpr(tuple(middle for middle, _ in cache.E2M1_MIDDLES))
+LOWER_IS_EVEN = tl.constexpr(tuple(even for _, even in cache.E2M1_MIDDLES))
 FULL_TURN = tl.constexpr(2 * math.pi)
 ONE_TURN = tl.constexpr(1 / (2 * math.pi))
 
@@ -56,10 +59,13 @@ def fp8_code(values, FNUZ: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def e2m1_code(magnitudes):
     """Non-negative float32 to the nearest e2m1 code 0 to 7, ties to the even one; NaN to 0."""
-    code = (magnitudes > 0.25).to(tl.int32) + (magnitudes >= 0.75).to(tl.int32)
-    code += (magnitudes > 1.25).to(tl.int32) + (magnitudes >= 1.75).to(tl.int32)
-    code += (magnitudes > 2.5).to(tl.int32) + (magnitudes >= 3.5).to(tl.int32)
-    return code + (magnitudes > 5.0).to(tl.int32)
+    code = (magnitudes < 0).to(tl.int32)  # 0
+    for middle in tl.static_range(7):
+        if LOWER_IS_EVEN[middle]:
+            code += (magnitudes > MIDDLES[middle]).to(tl.int32)
+        else:
+            code += (magnitudes >= MIDDLES[middle]).to(tl.int32)
+    return code
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def write_kernel(
     frequency_ptr,  # [ROTARY / 2] f32
     rows,  # n
     tokens,  # pages * B
-    key_stride,  # these in units of so many elements, which says whether 16-byte accesses are aligned
+    key_stride,  # strides in units of so many elements, which says whether 16-byte accesses are aligned; but that of scales
     page_stride,
     scales_stride,
     q_row_stride,
@@ -143,7 +149,7 @@ def write_kernel(
     inside = row < rows
     wide = row.to(tl.int64)
     dims = tl.arange(0, DIM)
-    head = tl.program_id(1) - 1
+    head = (tl.program_id(1) - 1).to(tl.int64)
     if NORM:
         positions = tl.load(positions_ptr + wide * position_stride, mask=inside, other=0)
         if head >= 0:
@@ -163,7 +169,7 @@ def write_kernel(
     keys = tl.load(place + dims[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     if NORM:
         keys = normed(keys, k_weight_ptr, frequency_ptr, positions, eps, ROWS, DIM, ROTARY)
-    start = pages_ptr + page * (page_stride * PAGE_UNIT) + offset * ROW
+    start = pages_ptr + page * (page_stride.to(tl.int64) * PAGE_UNIT) + offset * ROW
     if FORMAT == "plain":
         tl.store(start[:, None] + dims[None, :], keys.to(pages_ptr.dtype.element_ty), mask=inside[:, None])
     elif FORMAT == "nvfp4":
