@@ -23,7 +23,7 @@ from lightning_indexer.plan.cost import (
 from lightning_indexer.plan.estimate import estimate
 from lightning_indexer.plan.exchange import Load, interpolate
 from lightning_indexer.plan.figure import STANDINGS, weakest
-from lightning_indexer.plan.gpus import GPUS, gpu
+from lightning_indexer.plan.gpus import GPUS, gpu, gpu_of_device
 from lightning_indexer.plan.memory import cache_bytes
 from lightning_indexer.plan.model import MINIMAX_M3, load_model, model_of
 
@@ -257,6 +257,35 @@ def test_gpu_table():
     assert kept["read_roof_TBps"] == GPUS["h200"].measured_tbps
     assert set(GPUS) >= {"a100", "h100", "h200", "b200", "b300", "mi300x", "mi355x"}
     assert all(each.source for each in GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GB300", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA H20", None),
+        ("AMD Instinct MI300A", None),
+        ("", None),
+    ],
+)
+def test_gpu_types_of_device_names(device, name):
+    assert gpu_of_device(device) is (None if name is None else GPUS[name])
 
 
 # the command

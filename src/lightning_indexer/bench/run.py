@@ -20,6 +20,7 @@ from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation, time_step
 from lightning_indexer.cache import FORMATS, CacheFormat
 from lightning_indexer.checks import check_choice
+from lightning_indexer.plan.gpus import GPUS, gpu_of_device
 
 POOL_BYTES = 32 << 30
 SEED = 0
@@ -155,7 +156,7 @@ def measure(
             failures.append((case, str(error)))
             continue
         moved, flops = case.index_bytes(spec, token_bytes), case.flops(spec)
-        peer = case.peer_us(format, queries) if peers.DEVICE in facts.device else None
+        peer = case.peer_us(format, queries) if gpu_of_device(facts.device) is GPUS[peers.GPU] else None
         rows.append(Row(case, format, queries, timing, rotation, moved, flops, roofs.us(case.op, moved, flops), peer))
     return Result(facts, roofs, rows, failures, planned)
 
