@@ -475,19 +475,6 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch):
         plot.require_matplotlib()
 
 
-@pytest.mark.parametrize(
-    ("answer", "commit"),
-    [
-        (["src/lightning_indexer/", "0123abcd"], "0123abcd"),
-        ([".venv/lib/python3.12/site-packages/lightning_indexer/", "0123abcd"], "unknown"),  # another repository's HEAD
-        ([], "unknown"),
-    ],
-)
-def test_commit_is_that_of_the_checkout(answer, commit, monkeypatch):
-    monkeypatch.setattr(run, "_output", lambda command: answer)
-    assert run._checked_out() == commit
-
-
 # context parallelism
 
 
@@ -642,7 +629,7 @@ def test_command_compares_with_a_file_and_with_a_commit(benched, monkeypatch, tm
         faster = {**told, "rows": [{**row, "us": row["us"] / 2} for row in told["rows"]]}
         return parse_result(faster, "before")
 
-    monkeypatch.setattr(cli, "is_commit", lambda source: True)
+    monkeypatch.setattr(cli, "find_commit", lambda source: "0123abcd")
     monkeypatch.setattr(cli, "against_commit", functools.partial(cli.against_commit, run=run))
     done = CliRunner().invoke(cli.main, ["bench", "decode", "--quick", "--baseline", "HEAD", "--rounds", "2"])
     assert done.exit_code == 1
