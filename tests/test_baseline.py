@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lightning_indexer import cli
-from lightning_indexer.bench import baseline
+from lightning_indexer.bench import baseline, checkout
 from lightning_indexer.bench.baseline import Compared, against_commit, compare_rounds, comparison_table, measured_arguments
 from lightning_indexer.bench.results import case_name, identity, load_result, parse_result
 
@@ -37,6 +37,14 @@ def told(*times: float, spread: float = 0.0, device: str = "NVIDIA H200") -> dic
 
 def result(*times: float, **other):
     return parse_result(told(*times, **other), "a result")
+
+
+def commit_all(folder: Path) -> str:
+    """Make a repository of a folder, with one commit of all that is in it; its hash."""
+    git = ("git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def verdicts(*pairs) -> list[str]:
@@ -159,17 +167,50 @@ def main():
     open(sys.argv[-1], "w").write(json.dumps(told))
 """
     (package / "cli.py").write_text(program)
-    git = ("git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e")
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *command], check=True)
+    commit_all(tmp_path)
     (package / "cli.py").write_text("raise SystemExit('the working tree was run')")
-    monkeypatch.setattr(baseline, "GIT", git)
-    assert baseline.is_commit("HEAD")
-    assert not baseline.is_commit("nowhere")
+    monkeypatch.setattr(checkout, "PACKAGE", package)
     found = baseline.run_commit("HEAD", ["decode", "--quick"])
     assert found.facts["commit"].startswith("bench decode --quick --commit HEAD --json ")
     with pytest.raises(ValueError, match="baseline: expected a result of HEAD, got Error: 'cuda' is no CUDA or HIP device"):
         baseline.run_commit("HEAD", ["decode", "--fail"])
+    with pytest.raises(ValueError, match="baseline: expected the sources of nowhere, got git: fatal: "):
+        baseline.run_commit("nowhere", ["decode"])
+
+
+def test_commits_are_those_of_the_checkout(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "lightning_indexer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(checkout, "PACKAGE", package)
+    head = commit_all(tmp_path)
+    assert (checkout.find_commit("HEAD"), checkout.find_commit(head[:8])) == (head, head)
+    assert checkout.find_commit("nowhere") is None
+    assert checkout.find_commit("--all") is None
+
+
+def test_an_installed_copy_has_no_commits_of_the_repository_around_it(tmp_path, monkeypatch):
+    package = tmp_path / ".venv" / "lib" / "python3.12" / "site-packages" / "lightning_indexer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(checkout, "PACKAGE", package)
+    assert checkout.find_commit("HEAD") is None  # no repository
+    commit_all(tmp_path)
+    assert checkout.find_commit("HEAD") is None
+    done = CliRunner().invoke(cli.main, ["bench", "decode", "--baseline", "HEAD"])
+    message = "Error: baseline: expected a result file, or a commit of the checkout that this runs from, got 'HEAD'\n"
+    assert (done.exit_code, done.output) == (2, message)
+
+
+@pytest.mark.parametrize("missing", ["git", "tar"])
+def test_a_tool_that_is_not_there(missing, tmp_path, monkeypatch):
+    (tmp_path / "git").write_text("#!/bin/sh\n")
+    (tmp_path / "git").chmod(0o755)
+    if missing == "git":
+        (tmp_path / "git").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=f"baseline: expected the sources of HEAD, got {missing}: No such file or directory"):
+        baseline.run_commit("HEAD", ["decode"])
 
 
 # files
@@ -206,4 +247,7 @@ def test_corrupt_baseline_is_one_line_before_anything_runs(tmp_path, content):
 
 def test_unknown_baseline():
     done = CliRunner().invoke(cli.main, ["bench", "cp", "--baseline", "no-such-commit"])
-    assert (done.exit_code, done.output) == (2, "Error: baseline: expected a result file or a commit, got 'no-such-commit'\n")
+    message = (
+        "Error: baseline: expected a result file, or a commit of the checkout that this runs from, got 'no-such-commit'\n"
+    )
+    assert (done.exit_code, done.output) == (2, message)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import lightning_indexer as li
 from lightning_indexer import cli
 from lightning_indexer.bench.exchange import ExchangeRow
+from lightning_indexer.bench.gate import WrongSelectionError
 from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.doctor import command, support, text
 from lightning_indexer.doctor.machine import GpuFacts, Machine
@@ -21,6 +22,20 @@ from lightning_indexer.doctor.measure import Measured
 from lightning_indexer.doctor.support import Support, find_support, peer_support
 
 BARE = Machine("0.1", "3.10.1", "Linux x86_64", "2.13.0", "CUDA 13.0", "3.9.0", None, None, ())
+
+
+class CompilationError(Exception):
+    """Derives from nothing narrower, as Triton's errors do."""
+
+
+def measured(monkeypatch, measure, works: list[bool], *options: str):
+    """`doctor --measure` where `works` tells which of the GPUs do."""
+    count = len(works)
+    found = [Support(f"GPU {index}", each, "no Triton") for index, each in enumerate(works)]
+    monkeypatch.setattr(command, "measure_gpu", measure)
+    monkeypatch.setattr(command.Machine, "read", lambda: with_gpus(*[(True,) * count] * count))
+    monkeypatch.setattr(command, "find_support", lambda machine: found)
+    return CliRunner().invoke(cli.main, ["doctor", "--measure", "--no-test", *options])
 
 
 def with_gpus(*reaches: tuple[bool, ...]) -> Machine:
@@ -134,12 +149,74 @@ def test_tables_of_gpus():
 
 def test_measured_figures_go_to_plan(monkeypatch):
     rows = [ExchangeRow(4, 1, 5.0, 8.0, 10.0, 384), ExchangeRow(4, 32, 6.0, 10.0, 13.5, 12_288)]
-    monkeypatch.setattr(command, "measure_gpu", lambda device, ranks, progress: Measured(Roofs(4.591, 780.0), rows))
-    monkeypatch.setattr(command.Machine, "read", lambda: with_gpus((True,)))
-    monkeypatch.setattr(command, "find_support", lambda machine: [Support("CPU", True, "")])
-    done = CliRunner().invoke(cli.main, ["doctor", "--measure", "--no-test"])
+    asked = []
+
+    def measure(device, ranks, progress):
+        asked.append(device)
+        return Measured(Roofs(4.591, 780.0), rows)
+
+    done = measured(monkeypatch, measure, [False, True])
     assert done.exit_code == 0, done.output
     assert "For plan: --read-roof 4.59 --exchange-us 7.5 (32 rows)" in done.stdout
+    assert asked == [torch.device("cuda", 1)]  # the first that works
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried 4 GiB\nmore"),
+            2,
+            "OutOfMemoryError: CUDA out of memory. Tried 4 GiB",
+        ),
+        (ImportError("No module named 'triton'"), 2, "ImportError: No module named 'triton'"),
+        (CompilationError("\nat 1:2:"), 2, "CompilationError: at 1:2:"),
+        (WrongSelectionError("rank 0 of 4, 1 rows: not the unsharded selection"), 1, "rank 0 of 4, 1 rows: not the unsharded"),
+    ],
+)
+def test_what_was_found_is_kept_when_measuring_fails(error, code, line, monkeypatch, tmp_path):
+    def measure(device, ranks, progress):
+        raise error
+
+    done = measured(monkeypatch, measure, [True], "--json", str(tmp_path / "doctor.json"))
+    assert done.exit_code == code
+    assert done.stderr.splitlines()[-1].startswith(f"Error: {line}")
+    assert json.loads((tmp_path / "doctor.json").read_text())["machine"]["gpus"][0]["name"] == "NVIDIA H200"
+
+
+def test_measuring_needs_a_gpu_that_works(monkeypatch):
+    done = measured(monkeypatch, None, [False, False])
+    assert done.exit_code == 2
+    assert done.stderr.endswith("Error: --measure: expected a GPU that the kernels run on, got none (no Triton)\n")
+
+
+def test_a_gpu_that_selects_wrongly_is_not_measured(monkeypatch):
+    real = li.decode
+    monkeypatch.setattr(li, "decode", lambda *arguments, **options: real(*arguments, **options).flip(-1))
+    found = [Support("bf16 keys on cpu", True, ""), Support("GPU 0", False, "")]
+    monkeypatch.setattr(command.Machine, "read", lambda: with_gpus((True,)))
+    monkeypatch.setattr(command, "find_support", lambda machine: found)
+    monkeypatch.setattr(command, "measure_gpu", None)
+    done = CliRunner().invoke(cli.main, ["doctor", "--measure"])
+    assert done.exit_code == 1
+    assert "Not measured, for a selection is wrong." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (CompilationError("\nat 1:2:\nbody"), "CompilationError: at 1:2:"),
+        (ValueError("q: expected dtype bf16, got e4m3"), "q: expected dtype bf16, got e4m3"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_a_format_that_does_not_compile_is_one_that_does_not_work(error, note, monkeypatch):
+    def refuse(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(li, "decode", refuse)
+    found = {each.what: each for each in find_support(BARE)}
+    assert found["fp8 keys on cpu"] == Support("fp8 keys on cpu", False, note)
 
 
 @pytest.mark.parametrize(

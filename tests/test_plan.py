@@ -23,7 +23,7 @@ from lightning_indexer.plan.cost import (
 from lightning_indexer.plan.estimate import estimate
 from lightning_indexer.plan.exchange import Load, interpolate
 from lightning_indexer.plan.figure import STANDINGS, weakest
-from lightning_indexer.plan.gpus import GPUS, gpu
+from lightning_indexer.plan.gpus import GPUS, gpu, gpu_of_device
 from lightning_indexer.plan.memory import cache_bytes
 from lightning_indexer.plan.model import MINIMAX_M3, load_model, model_of
 
@@ -142,6 +142,14 @@ def test_exchange_by_transport():
     assert found["peer"].us == pytest.approx(2 * 2.7)
     assert found["peer, at most"].us == pytest.approx(8.2 + 3.866)
     assert found["collective"].us == pytest.approx(11.2 + 11.9 + 0.9 * 8 / 24 + 2.5)
+    # Neither the sketch's nor NCCL's figures are in a result file.
+    assert {name: each.standing for name, each in found.items()} == {
+        "peer": "modelled",
+        "peer, at most": "measured",
+        "collective": "modelled",
+    }
+    assert all("no result file" in found[name].formula for name in ("peer", "collective"))
+    assert "cp-h200-2026-11-30.json" in found["peer, at most"].formula
     far = exchange.exchanges(GPUS["h200"], Load(32, 0, 65_536, 2))
     assert [(each.transport, round(each.us, 3)) for each in far] == [("collective", round(2 * 11 + 65_536 / 50e3 + 2.5, 3))]
 
@@ -259,6 +267,35 @@ def test_gpu_table():
     assert all(each.source for each in GPUS.values())
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GB300", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA H20", None),
+        ("AMD Instinct MI300A", None),
+        ("", None),
+    ],
+)
+def test_gpu_types_of_device_names(device, name):
+    assert gpu_of_device(device) is (None if name is None else GPUS[name])
+
+
 # the command
 
 
@@ -279,6 +316,19 @@ def test_command_advises_against_short_steps():
     assert "Do not share this load's steps" in done.stdout
     assert 'dispatch="auto" leaves them alone' in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_break_even_is_told_as_a_range_where_estimate_and_bound_differ():
+    """By hand, 8 requests of bf16 on four H200s: 2 x (2.2 + 0.5 * 7 / 31) us, or 5.644 + 1.415 us at most."""
+    found = estimate(setup(batch=1, context=8192))
+    costs = 2 * (2.2 + 0.5 * 7 / 31), 5.644 + 1.415
+    per_token = 1.03 * 0.75 * 256 / 4.592e6 * 8
+    assert found.break_even(8) == tuple(round((cost + 0.004 * 8 * 3) / per_token) for cost in costs)
+    done = run("--batch", "1", "--context", "8192")
+    assert "it would share from 8 requests of 13.7K to 20.8K tokens on" in done.stdout
+    assert estimate(setup("b200", batch=1)).break_even(8) == (estimate(setup("b200", batch=1)).best.break_even[8].value,) * 2
+    given = estimate(setup(batch=1, exchange_us=9.0))
+    assert given.break_even(8)[0] == given.break_even(8)[1]
 
 
 def test_explanation_gives_formula_and_standing_of_every_figure():

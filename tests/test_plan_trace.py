@@ -238,6 +238,7 @@ def test_command_reports_on_scale(tmp_path):
     done = run("--scale", "--kv", "fp8", "--index", "fp8", "--json", str(tmp_path / "a.json"))
     assert done.exit_code == 0, done.output
     assert "A fleet of 1,000 GPUs" in done.stdout
+    assert done.stdout.endswith('index cache is in the library on the\nCPU (shard_by="page"), on GPUs not yet.\n\n')
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert [each["ranks"] for each in json.loads((tmp_path / "a.json").read_text())["scale"]] == [4, 8, 16]
 
@@ -251,6 +252,14 @@ def test_command_reports_on_scale(tmp_path):
         (["--trace", "agentic", "--weights", "bf16"], "weights: expected some that fit on 4 GPUs, got bf16"),
         (["--trace", "agentic", "--step-ms", "9"], "step_ms: expected none where steps differ, got 9.0"),
         (["--plot", "a.png"], "plot: expected a trace to draw, got none"),
+        (["--trace", "agentic", "--batch", "32"], "batch: expected none with --trace, got 32"),
+        (["--trace", "agentic", "--context", "9"], "context: expected none with --trace, got 9"),
+        (["--trace", "agentic", "--requests", "1x9"], "requests: expected none with --trace, got ('1x9',)"),
+        (["--trace", "agentic", "--explain"], "explain: expected none with --trace, got True"),
+        (["--scale", "--batch", "8"], "batch: expected none with --scale, got 8"),
+        (["--scale", "--requests", "1x9"], "requests: expected none with --scale, got ('1x9',)"),
+        (["--scale", "--explain"], "explain: expected none with --scale, got True"),
+        (["--trace", "agentic", "--scale", "--batch", "8"], "batch: expected none with --trace and --scale, got 8"),
         (["--scale", "--gpu", "a100", "--context", "1000000000"], None),
     ],
 )

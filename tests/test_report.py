@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from lightning_indexer import cli
+from lightning_indexer.bench import figures
 from lightning_indexer.bench.figures import pictures, shared_steps
 from lightning_indexer.bench.page import render_page
-from lightning_indexer.bench.results import load_result
+from lightning_indexer.bench.results import load_result, parse_result
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FILES = [RESULTS / f"{name}.json" for name in ("decode-h200-2026-11-30", "cp-h200-2026-11-30", "prefill-h200-2026-11-29")]
@@ -98,6 +99,57 @@ def test_gain_by_hand():
     assert step.gain == pytest.approx(244.343 / 75.942)
     between = next(step for step in steps if (step.row["batch"], step.row["query_len"]) == (64, 4))
     assert between.exchange_us == pytest.approx(15.238 + (24.356 - 15.238) * 128 / 384)  # 256 rows
+
+
+def steps_of(format: str, queries: str | None, world: int, heads: int = 4) -> list[dict]:
+    """Rows of `bench cp`: one rank, the step without context parallelism on a rank's own heads and on one, an exchange."""
+    load = {"format": format, "batch": 8, "context": 16_384, "query_len": 1, "bytes": 1, "pct_roof": 50.0}
+    load |= {} if queries is None else {"queries": queries}
+    rank = {"op": "cp", **load, "heads": heads, "world": world, "transport": "none", "dispatch": "sharded", "us": 6.0}
+    alone = [{"op": "decode", **load, "heads": own, "us": 10.0 * own} for own in {1, max(1, heads // world)}]
+    return [rank, *alone, {"op": "exchange", "world": world, "rows": 8, "transport": "peer", "us": 3.0, "us_queries": 1.0}]
+
+
+def result_of(*rows: dict):
+    return parse_result({**json.loads(FILES[1].read_text()), "rows": list(rows)}, "cp.json")
+
+
+@pytest.mark.parametrize(("world", "own"), [(2, 2), (4, 1), (8, 1)])
+def test_a_step_is_compared_with_that_of_the_ranks_own_heads(world, own):
+    (step,) = shared_steps(result_of(*steps_of("bf16", "bf16", world)))
+    assert (step.alone_us, step.shared_us) == (10.0 * own, 9.0)
+
+
+def test_a_step_is_compared_with_one_of_the_same_queries():
+    rank, *others = steps_of("fp8", "fp8", 4)
+    assert shared_steps(result_of({**rank, "queries": "bf16"}, *others)) == []
+    assert len(shared_steps(result_of(rank, *others))) == 1
+
+
+def test_one_map_per_formats_and_ranks_each_with_its_own_format(monkeypatch):
+    asked = []
+    real = figures.alone_us
+    monkeypatch.setattr(figures, "alone_us", lambda setup: asked.append((setup.index_format, setup.tp)) or real(setup))
+    rows = [
+        *steps_of("bf16", "bf16", 2),
+        *steps_of("bf16", "bf16", 4),
+        *steps_of("fp8", "fp8", 4),
+        *steps_of("fp8", "bf16", 4),
+    ]
+    rows += [*steps_of("fp16", "fp16", 4), *steps_of("bf16", "bf16", 4, heads=8)]  # that the model has nothing for
+    maps = [picture for picture in pictures([result_of(*rows)]) if picture.name.endswith("map")]
+    assert [picture.title for picture in maps] == [
+        "break-even, bf16, 2 ranks, one row each",
+        "break-even, bf16, 4 ranks, one row each",
+        "break-even, fp8, 4 ranks, one row each",
+        "break-even, fp8, bf16 queries, 4 ranks, one row each",
+    ]
+    drawn = []
+    for picture in maps:
+        assert picture.render("png").startswith(b"\x89PNG")
+        drawn.append(set(asked))
+        asked.clear()
+    assert drawn == [{("bf16", 2)}, {("bf16", 4)}, {("fp8", 4)}, {("fp8", 4)}]
 
 
 def test_a_failed_case_and_odd_names_are_told_as_text(tmp_path):

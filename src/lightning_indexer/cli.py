@@ -22,11 +22,11 @@ from lightning_indexer.bench.baseline import (
     against_commit,
     compare_rounds,
     comparison_table,
-    is_commit,
     measured_arguments,
 )
 from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, RankCase, decode_set, prefill_set, rank_set
 from lightning_indexer.bench.cases import Case as BenchCase
+from lightning_indexer.bench.checkout import find_commit
 from lightning_indexer.bench.exchange import ExchangeRow, measure_exchange
 from lightning_indexer.bench.gate import WrongSelectionError
 from lightning_indexer.bench.page import report_page
@@ -525,7 +525,8 @@ def _baseline(source: str | None) -> ResultFile | str | None:
     try:
         if Path(source).is_file():
             return load_result(Path(source))
-        require(is_commit(source), "baseline", "a result file or a commit", repr(source))
+        known = find_commit(source) is not None
+        require(known, "baseline", "a result file, or a commit of the checkout that this runs from", repr(source))
     except ValueError as error:
         raise InputError(str(error)) from error
     return source

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_indexer.bench.checkout import unpack_sources
 from lightning_indexer.bench.results import ResultFile, case_name, identity, load_result
 from lightning_indexer.checks import require
 from lightning_indexer.text import table
 
 FLOOR = 0.01
-GIT = ("git", "-C", str(Path(__file__).parents[3]))  # the checkout, where this runs from one
 MEDIAN_ERROR = 0.075
 SIGMAS = 3.0
 ROUNDS = 3
@@ -135,24 +135,17 @@ def comparison_table(found: Comparison) -> str:
     return "\n".join([table(rows), "", *missing, verdict, "REGRESSION" if found.slower else "No regression."])
 
 
-def is_commit(source: str) -> bool:
-    """Whether `source` names a commit of the repository that this package lies in."""
-    asked = [*GIT, "rev-parse", "--verify", "--quiet", f"{source}^{{commit}}"]
-    try:
-        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
-
-
 def run_commit(commit: str, arguments: Sequence[str]) -> ResultFile:
     """What `bench` of another commit measures with the same arguments, in a process of its own.
 
     Raises:
-        ValueError: it does not run; the last line that it told.
+        ValueError: there is no such code, or it does not run; the last line that was told.
     """
     with tempfile.TemporaryDirectory() as folder:
-        packed = subprocess.run([*GIT, "archive", "--format=tar", f"{commit}:src"], capture_output=True, check=True).stdout
-        subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
+        try:
+            unpack_sources(commit, Path(folder))
+        except ValueError as error:
+            raise ValueError(f"baseline: expected the sources of {commit}, got {error}") from error
         told = Path(folder) / "result.json"
         program = f"import sys; sys.path.insert(0, {folder!r}); from lightning_indexer.cli import main; main()"
         command = [sys.executable, "-c", program, "bench", *arguments, "--commit", commit, "--json", str(told)]

@@ -14,6 +14,7 @@ from lightning_indexer.bench.results import ResultFile
 from lightning_indexer.plan.cost import Setup, alone_us, rank_us, setup_exchanges
 from lightning_indexer.plan.exchange import SHARED_SOURCE, interpolate
 from lightning_indexer.plan.gpus import Gpu, gpu_of_device
+from lightning_indexer.plan.memory import INDEX_FORMATS
 from lightning_indexer.plan.model import MINIMAX_M3
 
 SIZE = (5.2, 3.9)  # inches
@@ -73,10 +74,13 @@ class SharedStep:
 
 def shared_steps(result: ResultFile) -> list[SharedStep]:
     """Uniform steps of `bench cp`, each with the step without context parallelism and the exchange of as many rows."""
-    alone = {_load(row): row["us"] for row in result.rows if row["op"] == "decode" and row["heads"] == 1}
+    alone = {(_load(row), row["heads"]): row["us"] for row in result.rows if row["op"] == "decode"}
     found = []
     for row in result.rows:
-        if row["op"] == "cp" and row.get("transport") == "none" and _load(row) in alone:
+        if row["op"] != "cp" or row.get("transport") != "none":
+            continue
+        own = _load(row), max(1, row["heads"] // row["world"])
+        if own in alone:
             points = sorted(
                 (each["rows"], each["us"])
                 for each in result.rows
@@ -84,12 +88,18 @@ def shared_steps(result: ResultFile) -> list[SharedStep]:
             )
             if points:
                 exchange = interpolate(points, row["batch"] * row["query_len"]) if len(points) > 1 else points[0][1]
-                found.append(SharedStep(row, alone[_load(row)], row["us"], exchange))
+                found.append(SharedStep(row, alone[own], row["us"], exchange))
     return found
 
 
 def _load(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["format"], row["batch"], row["context"], row["query_len"], str(row.get("lengths"))
+    return _formats(row), row["batch"], row["context"], row["query_len"], str(row.get("lengths"))
+
+
+def _formats(row: dict[str, Any]) -> str:
+    """Of the cache, and of the queries where these differ from it; older rows do not tell theirs."""
+    queries = row.get("queries", row["format"])
+    return str(row["format"]) if queries == row["format"] else f"{row['format']}, {queries} queries"
 
 
 def _uniform(result: ResultFile, *ops: str) -> Iterable[dict[str, Any]]:
@@ -105,7 +115,7 @@ def _times(result: ResultFile) -> list[Picture]:
     ranks = any(row["op"] == "cp" for row in result.rows)
     for row in _uniform(result, "cp", "prefill", *(() if ranks else ("decode",))):
         varying = ("query_len", "world") if row["op"] != "prefill" else ()
-        groups.setdefault((row["op"], row["format"], row["heads"], *(row.get(key) for key in varying)), []).append(row)
+        groups.setdefault((row["op"], _formats(row), row["heads"], *(row.get(key) for key in varying)), []).append(row)
     found: list[Picture] = []
     for (op, format, heads, *others), rows in groups.items():
         if len({_line(row) for row in rows}) == len(rows):
@@ -151,7 +161,7 @@ def _roofs(results: list[ResultFile]) -> list[Picture]:
             series: dict[str, list[dict[str, Any]]] = {}
             for row in rows:
                 where = "a rank's part" if row["op"] == "cp" else "decode"
-                series.setdefault(f"{where}, {row['format']}, Q {row['query_len']}", []).append(row)
+                series.setdefault(f"{where}, {_formats(row)}, Q {row['query_len']}", []).append(row)
             for marker, (label, points) in zip(MARKERS * 4, series.items(), strict=False):
                 sizes = [row["bytes"] / 1e6 for row in points]
                 axes.plot(sizes, [row["pct_roof"] for row in points], marker, markersize=5, label=label)
@@ -207,25 +217,32 @@ def _shared_steps(results: list[ResultFile]) -> list[Picture]:
 
 
 def _maps(results: list[ResultFile]) -> list[Picture]:
-    """Where sharing pays, by batch and context: modelled, with what was measured on it."""
+    """Where sharing pays, by batch and context: modelled, with what was measured on it. A map per formats and ranks."""
     found = []
     for result in results:
-        gpu, steps = gpu_of_device(result.device), shared_steps(result)
-        if gpu is not None and steps:
-            world = steps[0].row["world"]
+        gpu = gpu_of_device(result.device)
+        if gpu is None:
+            continue
+        groups: dict[tuple[str, int], list[SharedStep]] = {}
+        for step in shared_steps(result):
+            if step.row["heads"] == MINIMAX_M3.spec.num_heads and step.row["format"] in INDEX_FORMATS:
+                groups.setdefault((_formats(step.row), step.row["world"]), []).append(step)
+        for (formats, world), steps in groups.items():
             caption = (
-                f"How many times faster a layer is with context parallelism on {world} ranks: colour and line, modelled for "
-                f"{gpu.name} with the peer transport; numbers, measured with the exchange of ranks that share a GPU. "
-                "No queries are exchanged."
+                f"How many times faster a layer is with context parallelism on {world} ranks, {formats}: colour and line, "
+                f"modelled for {gpu.name} with the peer transport; numbers, measured with the exchange of ranks that share a "
+                "GPU. No queries are exchanged."
             )
-            title = f"break-even, {world} ranks, one row each"
+            title = f"break-even, {formats}, {world} ranks, one row each"
             found.append(Picture("map", title, caption, _draw_map(gpu, world, steps)))
     return found
 
 
 def _draw_map(gpu: Gpu, world: int, steps: list[SharedStep]) -> Callable[[Any], None]:
+    format = steps[0].row["format"]
+
     def gain(batch: int, context: int) -> float:
-        setup = Setup(gpu, MINIMAX_M3, world, ((batch, context),), all_heads=True)
+        setup = Setup(gpu, MINIMAX_M3, world, ((batch, context),), index_format=format, all_heads=True)
         return alone_us(setup) / (rank_us(setup) + setup_exchanges(setup, batch)[0].us)
 
     def draw(axes: Any) -> None:

@@ -5,7 +5,7 @@ bf16, D = 128, B = 128, K = 16, one forced local block; CUDA-graph replay, every
 """
 
 SOURCE = "vLLM 0.33.0 Triton on an H200, 2026-11-29"
-DEVICE = "H200"  # part of the device name where the comparison holds
+GPU = "h200"  # the type, by its name in `plan`, where the comparison holds
 
 # (requests, tokens of each, query rows of each): µs of score, partial top-k and merge; one head, the whole context
 DECODE: dict[tuple[int, int, int], float] = {

@@ -6,7 +6,6 @@ import importlib.metadata
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ import torch
 import lightning_indexer as li
 from lightning_indexer.bench import peers
 from lightning_indexer.bench.cases import Case
+from lightning_indexer.bench.checkout import find_commit
 from lightning_indexer.bench.gate import WrongSelectionError, verify_call, verify_replays
 from lightning_indexer.bench.inputs import UNWRITTEN, Step, draw_pool, layer_pages, prepare
 from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation, time_step
 from lightning_indexer.cache import FORMATS, CacheFormat
 from lightning_indexer.checks import check_choice
+from lightning_indexer.plan.gpus import GPUS, gpu_of_device
 
 POOL_BYTES = 32 << 30
 SEED = 0
@@ -50,7 +51,7 @@ class Facts:
             driver=driver_version(),
             torch_version=torch.__version__,
             triton_version=_version("triton"),
-            commit=_checked_out() if commit is None else commit,
+            commit=(find_commit("HEAD") or "unknown") if commit is None else commit,
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             l2_bytes=properties.L2_cache_size,
         )
@@ -155,7 +156,7 @@ def measure(
             failures.append((case, str(error)))
             continue
         moved, flops = case.index_bytes(spec, token_bytes), case.flops(spec)
-        peer = case.peer_us(format, queries) if peers.DEVICE in facts.device else None
+        peer = case.peer_us(format, queries) if gpu_of_device(facts.device) is GPUS[peers.GPU] else None
         rows.append(Row(case, format, queries, timing, rotation, moved, flops, roofs.us(case.op, moved, flops), peer))
     return Result(facts, roofs, rows, failures, planned)
 
@@ -205,13 +206,6 @@ def driver_version() -> str:
         return f"hip {torch.version.hip}"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return (_output(query) or ["unknown"])[0]
-
-
-def _checked_out() -> str:
-    """HEAD of the checkout whose `src/lightning_indexer` this is, else "unknown": an installed copy has no commit."""
-    package = Path(__file__).parent.parent
-    answer = _output(["git", "-C", str(package), "rev-parse", "--show-prefix", "HEAD"])
-    return answer[1] if len(answer) == 2 and answer[0] == "src/lightning_indexer/" else "unknown"
 
 
 def _output(command: list[str]) -> list[str]:

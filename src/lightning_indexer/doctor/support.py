@@ -36,13 +36,19 @@ def find_support(machine: Machine) -> list[Support]:
         device = torch.device("cuda", gpu.index)
         try:
             check_device(device)
-        except ValueError as error:
-            found.append(Support(f"GPU {gpu.index}", False, str(error)))
+        except (ValueError, ImportError) as error:  # an old GPU, no Triton, or one that does not load
+            found.append(Support(f"GPU {gpu.index}", False, reason(error)))
         else:
             found.append(Support(f"GPU {gpu.index}", True, f"Triton kernels on {gpu.name}"))
             devices.append(device)
     found += [_format(name, device) for device in devices for name in FORMATS]
     return [*found, _collective(machine), peer_support(machine, len(devices) - 1), *_engines(machine)]
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, with its type where it is not a ValueError, whose text says all."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return first if first and isinstance(error, ValueError) else f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def _why_no_gpu(machine: Machine) -> str:
@@ -60,8 +66,8 @@ def _format(name: str, device: torch.device) -> Support:
         cache.write(torch.ones(1, spec.head_dim, device=device), torch.zeros(1, dtype=torch.int64, device=device))
         q = torch.ones(1, 1, spec.head_dim, device=device).to(cache.format.query_dtypes[0])
         li.decode(q, cache, torch.zeros(1, 1, dtype=torch.int32, device=device), one, spec=spec)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        return Support(what, False, str(error).splitlines()[0])
+    except Exception as error:  # Triton's own derive from nothing narrower
+        return Support(what, False, reason(error))
     return Support(what, True, f"{cache.token_bytes} B a token")
 
 

@@ -58,7 +58,7 @@ def measured_lines(measured: Measured) -> str:
     roofs = measured.roofs
     most = measured.exchange[-1]
     row = next((each for each in measured.exchange if each.rows == 32), most)
-    cost = row.keys_us - row.local_us + row.queries_us - row.keys_us
+    cost = row.queries_us - row.local_us
     return (
         f"Roofs: {roofs.read_tbps:.2f} TB/s read, {roofs.matrix_tflops:.0f} TFLOP/s bf16.\n"
         f"Exchange on virtual ranks that share the GPU, an upper bound for a GPU each:\n\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from lightning_indexer.bench.plot import require_matplotlib
 from lightning_indexer.checks import require
@@ -32,6 +33,8 @@ from lightning_indexer.terminal import (
 )
 
 GROUP = re.compile(r"(\d+)x(\d+)")
+# What says nothing to a report: a trace has requests of its own, and --scale as many of --context tokens as fit.
+UNUSED = {"--trace": ("requests", "batch", "context", "explain"), "--scale": ("requests", "batch", "explain")}
 
 
 def parse_requests(values: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
@@ -103,6 +106,7 @@ def plan(
     """
     check_writable(force, json_path, plot_path)
     try:
+        _refuse_unused([name for name, asked in (("--trace", trace_source is not None), ("--scale", scale)) if asked])
         where = gpu(gpu_name)
         if read_roof is not None:
             require(read_roof > 0, "read_roof", "TB/s > 0", read_roof)
@@ -130,6 +134,15 @@ def plan(
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     write_json(json_path, told)
+
+
+def _refuse_unused(reports: list[str]) -> None:
+    """Refuse options that were given and that none of the reports asked for, if any, uses."""
+    context = click.get_current_context()
+    unused = set.intersection(*(set(UNUSED[report]) for report in reports)) if reports else ()
+    for name in sorted(unused):
+        given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        require(not given, name, f"none with {' and '.join(reports)}", context.params[name])
 
 
 def _tell_load(setup: Setup, explain: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 EXACT = "exact"  # follows from the model's geometry and the load
-MEASURED = "measured"  # taken by this project on this GPU type, or by `doctor --measure`
+MEASURED = "measured"  # in a result file of this project of this GPU type, or by `doctor --measure`
 PUBLISHED = "published"  # by the maker or by another project
 MODELLED = "modelled"  # rests on an assumption
 STANDINGS = (EXACT, MEASURED, PUBLISHED, MODELLED)

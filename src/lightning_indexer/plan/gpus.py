@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What GPU types can do, each figure with its source."""
 
+import re
 from dataclasses import dataclass
 
 from lightning_indexer.checks import require
@@ -63,6 +64,9 @@ GPUS = {
     "mi355x": Gpu("Instinct MI355X", "amd", 288, 8.0, 2500, "AMD Instinct MI355X data sheet, 2025"),
 }
 
+# Words in a device's name that make it another type than the table's: less power, less bandwidth, or a part of one.
+VARIANTS = frozenset(("pcie", "nvl", "mig"))
+
 
 def gpu(name: str) -> Gpu:
     """The GPU type of that name, in any case.
@@ -76,6 +80,13 @@ def gpu(name: str) -> Gpu:
 
 
 def gpu_of_device(device: str) -> Gpu | None:
-    """The GPU type of a device's name, such as "NVIDIA H200"; None if the table has none."""
-    plain = device.lower().replace(" ", "")
-    return next((known for name, known in GPUS.items() if name in plain), None)
+    """The GPU type of a device's name, such as "NVIDIA H200" or "NVIDIA A100-SXM4-80GB"; None if the table has none.
+
+    A type is a whole word of the name. `VARIANTS` and sizes of memory other than the table's are other types.
+    """
+    words = set(re.findall(r"[a-z0-9]+", device.lower()))
+    known = next((known for name, known in GPUS.items() if name in words), None)
+    if known is None or words & VARIANTS:
+        return None
+    sizes = {float(size[1]) for word in words if (size := re.fullmatch(r"(\d+)gb", word))}
+    return known if sizes <= {known.memory_gb} else None
