@@ -173,6 +173,7 @@ def test_a_changed_module_is_told():
     changed = SimpleNamespace(**vars(base))
     changed.select_indexer_impl_cls = lambda *, topk_blocks, head_dim: None
     del changed.get_forward_context
+    changed.MiniMaxM3IndexerImpl = type("Other", (), {"__init__": base.MiniMaxM3IndexerImpl.__init__})
 
     @dataclasses.dataclass
     class Shorter:
@@ -183,6 +184,7 @@ def test_a_changed_module_is_told():
         "select_indexer_impl_cls: expected parameters (topk_blocks, indexer_kv_dtype), got (topk_blocks, head_dim)",
         "get_forward_context: expected parameters (), got none",
         "MiniMaxM3IndexerDecodeMetadata: expected fields (block_table, decode_query_len, seq_lens), got (seq_lens)",
+        "MiniMaxM3IndexerImpl.indexer_backend_cls: expected one, got none",
     ]
 
 
@@ -280,6 +282,38 @@ def test_all_reasons_are_told_at_once():
     config = engines.config_of(1, cp=True, dcp=2, topk=100)
     told = on_one_rank(lambda rank: refusal(rank, config))
     assert all(name in told for name in ("tensor_parallel_size:", "decode_context_parallel_size:", "topk:"))
+
+
+# A rank that does not come.
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed", "prefill"])
+def test_a_missed_rank_ends_every_kind_of_step_where_its_metadata_is_made(name):
+    """As in a replayed graph, in which no layer runs in Python: the report is all there is."""
+    from lightning_indexer.peer import PeerTransport
+    from lightning_indexer.ranks import VirtualRank
+
+    batch = BATCHES[name]
+
+    def work(rank: int):
+        config = engines.config_of(1, options={"kernels": True})
+        with engines.engine(config, rank):
+            layer = engines.layer_of(config)
+            transport = PeerTransport.__new__(PeerTransport)  # without the memory of a GPU
+            transport.ranks, transport.report = VirtualRank(1, 4, None), torch.zeros(1, dtype=torch.int32)
+            layer.impl.engine.indexer._batches[0].peer = transport
+            backend = layer.index_cache.get_attn_backend()
+            before, want = (batch.metadata(config, batch.inputs(), *given) for given in ((backend,), ()))
+            same = (before.num_decodes, before.num_prefills) == (want.num_decodes, want.num_prefills)
+            transport.report.fill_(1 + 2)
+            with pytest.raises(RuntimeError, match="selections since then are void") as raised:
+                batch.metadata(config, batch.inputs(), backend)
+            return same, type(before) is base.MiniMaxM3IndexerMetadata, str(raised.value)
+
+    same, vllms, told = on_one_rank(work)
+    assert same
+    assert vllms
+    assert told.startswith("rank 1 of 4 waited in vain for rank 2 inside a decode step")
 
 
 # What layers share, and what is told of it.
