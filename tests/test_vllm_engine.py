@@ -14,7 +14,7 @@ from lightning_indexer import calibration
 from lightning_indexer.verify.ranks import run_ranks
 from lightning_indexer.vllm import engine
 from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits
-from lightning_indexer.vllm.options import Options, Setting
+from lightning_indexer.vllm.options import Options, Setting, asked
 
 interpreter = pytest.importorskip("interpreter")
 
@@ -268,6 +268,23 @@ def test_options_are_read_from_their_section_and_default_to_nothing():
 def test_options_that_do_not_fit_are_told(section, message):
     with pytest.raises(ValueError, match=message):
         Options.read({"lightning_indexer": section})
+
+
+FLAG = SimpleNamespace(minimax_m3_indexer_cp=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        ({}, False),
+        ({"attention_config": None, "additional_config": None}, False),
+        ({"attention_config": SimpleNamespace(), "additional_config": {}}, False),
+        ({"attention_config": FLAG}, True),
+        ({"additional_config": {"lightning_indexer": {"kernels": True}}}, True),
+    ],
+)
+def test_a_configuration_without_the_fields_does_not_ask(config, want):
+    assert asked(SimpleNamespace(**config)) == want
 
 
 SETTING = {

@@ -164,6 +164,25 @@ def test_a_vllm_that_chooses_by_more_is_left_alone_unless_ours_is_asked_for():
     assert "select_indexer_impl_cls: expected parameters (topk_blocks, indexer_kv_dtype), got (topk_blocks, head_dim)" in told
 
 
+@pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(attention_config=SimpleNamespace())])
+def test_a_vllm_without_the_option_chooses_as_ever(monkeypatch, config):
+    module = types.ModuleType(plugin.COMMON)
+    module.select_indexer_impl_cls = lambda **keywords: keywords
+    plugin.install_common(module)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+    assert module.select_indexer_impl_cls(topk_blocks=16) == {"topk_blocks": 16}
+
+
+def test_arguments_that_the_choice_does_not_take_are_told():
+    def work(rank: int) -> str:
+        config = engines.config_of(1, options={"kernels": True})
+        with engines.engine(config, rank), pytest.raises(TypeError, match="positional") as raised:
+            base.select_indexer_impl_cls("fp8", topk_blocks=16)
+        return str(raised.value)
+
+    assert "choose()" in on_one_rank(work)
+
+
 @pytest.mark.parametrize("version", ["0.33", "0.33.0", "0.33.2+cpu"])
 def test_releases_of_the_same_series_are_taken(version):
     assert interface.mismatches(base, version) == []

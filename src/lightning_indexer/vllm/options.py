@@ -75,8 +75,10 @@ class Options:
 
 
 def asked(config: Any) -> bool:
-    """Whether a vLLM configuration asks for our indexer."""
-    return bool(config.attention_config.minimax_m3_indexer_cp) or Options.read(config.additional_config).kernels
+    """Whether a vLLM configuration asks for our indexer. Of any release: one without the fields does not."""
+    attention = getattr(config, "attention_config", None)
+    flag = bool(getattr(attention, "minimax_m3_indexer_cp", False))
+    return flag or Options.read(getattr(config, "additional_config", None)).kernels
 
 
 def refuse(reasons: list[str]) -> None:
