@@ -91,10 +91,10 @@ class EngineIndexer:
             self._plans: dict[tuple[int, ...], StepPlan] = {}
             self._made: dict[int, _Made] = {}
             self._warm_up()
-        self.recorder = None
-        if options.capture is not None:
-            assert isinstance(group, dist.ProcessGroup), "other ranks hold no tensors together"
-            self.recorder = Recorder(kind.spec, kind.order, group, options)
+            self.recorder = None
+            if options.capture is not None:
+                assert isinstance(group, dist.ProcessGroup), "other ranks hold no tensors together"
+                self.recorder = Recorder(kind.spec, kind.order, group, options)
 
     def _warm_up(self) -> None:
         kind, owned = self.kind, len(self.indexer.owned_heads)
