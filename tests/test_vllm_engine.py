@@ -214,7 +214,7 @@ def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
     def work(ranks: SharedRanks):
         limits = Limits(ROWS, 64 * COLUMNS, 1, 1)
         shared = EngineIndexer(kind_of(context_parallel=True, options=options, limits=limits, tables=False), ranks)
-        before = shared.statistics()["steps"]
+        before = shared.statistics()["steps"]  # warm and measured already
         found = []
         for live in passes:
             step = step_of(live.seq_lens, live.block_table)
@@ -223,11 +223,11 @@ def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
                 cache = li.IndexCache.wrap(keys(live, layer), SPEC)
                 found.append(shared.select(f"layer {layer}", step, q, cache, None)[0])
         after = shared.statistics()
-        counted = {name: count - before[name] for name, count in after["steps"].items()}
-        return found, counted, after["transport"], after["dispatch"], shared.describe()
+        return found, before, after["steps"], after["transport"], after["dispatch"], shared.describe()
 
     results = on_ranks(2, work)
-    for rank, (found, counted, *facts, told) in enumerate(results):
+    for rank, (found, before, counted, *facts, told) in enumerate(results):
+        assert before == {"sharded": 0, "replicated": 0}
         assert facts == ["peer", dispatch]
         assert counted == ({"sharded": 9, "replicated": 0} if dispatch == "sharded" else {"sharded": 6, "replicated": 3})
         assert ("(shared above 11 pages up to 8 rows)" in told) == (dispatch == "auto")
