@@ -315,10 +315,26 @@ SETTING = {
         {"tensor_parallel": 1, "context_parallel": False},
         {"cache_dtype": "fp8"},
         {"query_len": 16},
+        {"sleep_mode": True, "context_parallel": False},
     ],
 )
 def test_settings_that_are_served(change):
     assert Setting(**{**SETTING, **change}).refusals(Options()) == []
+
+
+def test_sleep_takes_no_memory_that_the_collective_transport_needs():
+    setting = Setting(**{**SETTING, "sleep_mode": True})
+    assert setting.refusals(Options(transport="collective")) == []
+    assert len(setting.refusals(Options(transport="peer"))) == 1
+
+
+def test_what_only_ends_sharing_is_told_apart_from_what_ends_service():
+    change = {"tensor_parallel": 1, "sleep_mode": True, "decode_context_parallel": 2, "fused_decode": True}
+    setting = Setting(**{**SETTING, **change})
+    unshared, unserved = setting.unshared(Options()), setting.unserved(Options())
+    assert [told.split(":")[0] for told in unshared] == ["tensor_parallel_size", "enable_sleep_mode"]
+    assert [told.split(":")[0] for told in unserved] == ["decode_context_parallel_size", "kernel_config.monokernel"]
+    assert setting.refusals(Options()) == unshared + unserved
 
 
 @pytest.mark.parametrize(
@@ -337,7 +353,7 @@ def test_settings_that_are_served(change):
         ({"block_size": 16}, "block_size: expected one of (64, 128, 256), got 16"),
         (
             {"sleep_mode": True},
-            "enable_sleep_mode: expected false: the ranks exchange through memory that must stay, got true",
+            'enable_sleep_mode: expected false, or transport "collective": "peer" exchanges through memory that must stay',
         ),
         ({"query_len": 17}, "num_speculative_tokens: expected at most 15, got 16"),
     ],
