@@ -43,7 +43,7 @@ def install_common(module: ModuleType) -> None:
             interface.check(module)
             from lightning_indexer.vllm.indexer import choose  # only now: a vLLM that differs may not even import it
 
-            return choose(**keywords)
+            return choose(*arguments, **keywords)
 
         return select_indexer_impl_cls
 

@@ -14,7 +14,7 @@ from lightning_indexer import calibration
 from lightning_indexer.verify.ranks import run_ranks
 from lightning_indexer.vllm import engine
 from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits
-from lightning_indexer.vllm.options import Options, Setting
+from lightning_indexer.vllm.options import Options, Setting, asked
 
 interpreter = pytest.importorskip("interpreter")
 
@@ -214,7 +214,7 @@ def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
     def work(ranks: SharedRanks):
         limits = Limits(ROWS, 64 * COLUMNS, 1, 1)
         shared = EngineIndexer(kind_of(context_parallel=True, options=options, limits=limits, tables=False), ranks)
-        before = shared.statistics()["steps"]
+        before = shared.statistics()["steps"]  # warm and measured already
         found = []
         for live in passes:
             step = step_of(live.seq_lens, live.block_table)
@@ -223,11 +223,11 @@ def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
                 cache = li.IndexCache.wrap(keys(live, layer), SPEC)
                 found.append(shared.select(f"layer {layer}", step, q, cache, None)[0])
         after = shared.statistics()
-        counted = {name: count - before[name] for name, count in after["steps"].items()}
-        return found, counted, after["transport"], after["dispatch"], shared.describe()
+        return found, before, after["steps"], after["transport"], after["dispatch"], shared.describe()
 
     results = on_ranks(2, work)
-    for rank, (found, counted, *facts, told) in enumerate(results):
+    for rank, (found, before, counted, *facts, told) in enumerate(results):
+        assert before == {"sharded": 0, "replicated": 0}
         assert facts == ["peer", dispatch]
         assert counted == ({"sharded": 9, "replicated": 0} if dispatch == "sharded" else {"sharded": 6, "replicated": 3})
         assert ("(shared above 11 pages up to 8 rows)" in told) == (dispatch == "auto")
@@ -270,6 +270,23 @@ def test_options_that_do_not_fit_are_told(section, message):
         Options.read({"lightning_indexer": section})
 
 
+FLAG = SimpleNamespace(minimax_m3_indexer_cp=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        ({}, False),
+        ({"attention_config": None, "additional_config": None}, False),
+        ({"attention_config": SimpleNamespace(), "additional_config": {}}, False),
+        ({"attention_config": FLAG}, True),
+        ({"additional_config": {"lightning_indexer": {"kernels": True}}}, True),
+    ],
+)
+def test_a_configuration_without_the_fields_does_not_ask(config, want):
+    assert asked(SimpleNamespace(**config)) == want
+
+
 SETTING = {
     "context_parallel": True,
     "platform": "cuda",
@@ -298,10 +315,26 @@ SETTING = {
         {"tensor_parallel": 1, "context_parallel": False},
         {"cache_dtype": "fp8"},
         {"query_len": 16},
+        {"sleep_mode": True, "context_parallel": False},
     ],
 )
 def test_settings_that_are_served(change):
     assert Setting(**{**SETTING, **change}).refusals(Options()) == []
+
+
+def test_sleep_takes_no_memory_that_the_collective_transport_needs():
+    setting = Setting(**{**SETTING, "sleep_mode": True})
+    assert setting.refusals(Options(transport="collective")) == []
+    assert len(setting.refusals(Options(transport="peer"))) == 1
+
+
+def test_what_only_ends_sharing_is_told_apart_from_what_ends_service():
+    change = {"tensor_parallel": 1, "sleep_mode": True, "decode_context_parallel": 2, "fused_decode": True}
+    setting = Setting(**{**SETTING, **change})
+    unshared, unserved = setting.unshared(Options()), setting.unserved(Options())
+    assert [told.split(":")[0] for told in unshared] == ["tensor_parallel_size", "enable_sleep_mode"]
+    assert [told.split(":")[0] for told in unserved] == ["decode_context_parallel_size", "kernel_config.monokernel"]
+    assert setting.refusals(Options()) == unshared + unserved
 
 
 @pytest.mark.parametrize(
@@ -320,7 +353,7 @@ def test_settings_that_are_served(change):
         ({"block_size": 16}, "block_size: expected one of (64, 128, 256), got 16"),
         (
             {"sleep_mode": True},
-            "enable_sleep_mode: expected false: the ranks exchange through memory that must stay, got true",
+            'enable_sleep_mode: expected false, or transport "collective": "peer" exchanges through memory that must stay',
         ),
         ({"query_len": 17}, "num_speculative_tokens: expected at most 15, got 16"),
     ],

@@ -12,8 +12,10 @@ A recording holds no tokens and no text.
 """
 
 import dataclasses
+import errno
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,19 @@ def referenced(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: in
     return pages, table
 
 
+def check_path(path: Path) -> None:
+    """Try whether `write` can make a file of that name, without touching one that is there.
+
+    Raises:
+        ImportError, OSError: as `write`.
+    """
+    _safetensors()
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
 def write(path: Path, spec: IndexerSpec, calls: list[Call]) -> None:
     """Write a recording; an earlier one of that name is there, whole, until the new one is.
 
@@ -106,14 +121,16 @@ def write(path: Path, spec: IndexerSpec, calls: list[Call]) -> None:
         ImportError: safetensors is not installed.
         OSError: the file cannot be written.
     """
-    save_file = _safetensors().torch.save_file
+    library = _safetensors()
     about = [{"layer": call.layer, "query_len": call.query_len, "cache": call.format, "order": call.order} for call in calls]
     metadata = {"recording": VERSION, "spec": json.dumps(dataclasses.asdict(spec)), "calls": json.dumps(about)}
     tensors = {f"{number}.{name}": tensor for number, call in enumerate(calls) for name, tensor in call.tensors.items()}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata=metadata)
+        library.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata=metadata)
         unfinished.replace(path)
+    except library.SafetensorError as error:  # of the disk
+        raise OSError(str(error)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -190,8 +190,8 @@ class Batch:
                 row += 1
         return ids
 
-    def metadata(self, config: VllmConfig, inputs: Inputs) -> Any:
-        """What vLLM's metadata builder makes of it."""
+    def metadata(self, config: VllmConfig, inputs: Inputs, backend: Any = base.MiniMaxM3IndexerBackend) -> Any:
+        """What the metadata builder of a backend, vLLM's own or a layer's, makes of it."""
         counts = list(self.queries)
         missing = max(0, self.rows - self.real_rows) // max(1, counts[0])
         starts = torch.tensor([0, *counts, *[0] * missing], dtype=torch.int32).cumsum(0).to(torch.int32)
@@ -212,7 +212,7 @@ class Batch:
             seq_lens_cpu_upper_bound=seq_lens,
         )
         spec = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
-        builder = base.MiniMaxM3IndexerTritonMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
         return builder.build(0, common)
 
 

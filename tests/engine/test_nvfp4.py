@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 class as an engine with such a cache uses it: constructs, registers, inserts, runs."""
 
+import gc
 from types import SimpleNamespace
 
 import engines
@@ -131,9 +132,12 @@ def test_decode_cp_is_set_up_once_for_all_layers_and_says_whether_it_is_on(caplo
             on = nvfp4.init_nvfp4_indexer_decode_cp(config.model_config.max_model_len)
             layers = [layer_of(config, number) for number in range(2)]
             made = live_indexers()
-            return on, len(made), all(layer.engine is made[0] for layer in layers), made[0].indexer.dispatch
+            facts = on, len(made), all(layer.engine is made[0] for layer in layers), made[0].indexer.dispatch
+            del layers, made
+            gc.collect()
+            return *facts, len(live_indexers())
 
-    assert run_ranks(4, work) == [(True, 1, True, "sharded")] * 4
+    assert run_ranks(4, work) == [(True, 1, True, "sharded", 0)] * 4
 
 
 @pytest.mark.parametrize(
@@ -141,10 +145,10 @@ def test_decode_cp_is_set_up_once_for_all_layers_and_says_whether_it_is_on(caplo
     [
         (2, False, {}, "attention_config: expected minimax_m3_indexer_cp, got none"),
         (1, True, {}, "tensor_parallel_size: expected more than 1"),
-        (2, True, {"dcp": 2}, "decode_context_parallel_size: expected 1"),
+        (2, True, {"sleep": True}, "enable_sleep_mode: expected false"),
     ],
 )
-def test_decode_cp_that_is_off_says_why(world, flag, changes, reason):
+def test_decode_cp_that_is_off_says_why_once(world, flag, changes, reason):
     def work(rank: int):
         told = []
         nvfp4.logger.setLevel("INFO")
@@ -154,12 +158,39 @@ def test_decode_cp_that_is_off_says_why(world, flag, changes, reason):
         config.attention_config.minimax_m3_indexer_cp = flag
         with engines.engine(config, rank):
             on = nvfp4.init_nvfp4_indexer_decode_cp(config.model_config.max_model_len)
-        return on, told
+            layers = [layer_of(config, number) for number in range(2)]
+            return on, [text for text in told if "no context-parallel decode" in text], layers[0].engine.indexer.dispatch
 
-    for on, told in run_ranks(world, work):
+    for on, told, dispatch in run_ranks(world, work):
         assert not on
+        assert dispatch == "replicated"
         assert len(told) == 1
         assert reason in told[0]
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize(
+    ("monokernel", "changes", "reason"),
+    [
+        (False, {"dcp": 2}, "decode_context_parallel_size: expected 1"),
+        (True, {}, "kernel_config.monokernel: expected one that takes its blocks from the indexer"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_is_refused_whatever_the_flag(flag, monokernel, changes, reason):
+    def work(rank: int) -> list[str]:
+        config = engines.config_of(2, **changes)
+        config.attention_config.minimax_m3_indexer_cp = flag
+        config.kernel_config.monokernel = monokernel
+        told = []
+        with engines.engine(config, rank):
+            for make in (layer_of, lambda config: nvfp4.init_nvfp4_indexer_decode_cp(config.model_config.max_model_len)):
+                with pytest.raises(ValueError, match="cannot serve this engine") as raised:
+                    make(config)
+                told.append(str(raised.value))
+        return told
+
+    for told in run_ranks(2, work):
+        assert all(reason in text for text in told)
 
 
 def test_decode_cp_for_another_length_is_refused():

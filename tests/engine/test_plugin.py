@@ -164,6 +164,25 @@ def test_a_vllm_that_chooses_by_more_is_left_alone_unless_ours_is_asked_for():
     assert "select_indexer_impl_cls: expected parameters (topk_blocks, indexer_kv_dtype), got (topk_blocks, head_dim)" in told
 
 
+@pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(attention_config=SimpleNamespace())])
+def test_a_vllm_without_the_option_chooses_as_ever(monkeypatch, config):
+    module = types.ModuleType(plugin.COMMON)
+    module.select_indexer_impl_cls = lambda **keywords: keywords
+    plugin.install_common(module)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+    assert module.select_indexer_impl_cls(topk_blocks=16) == {"topk_blocks": 16}
+
+
+def test_arguments_that_the_choice_does_not_take_are_told():
+    def work(rank: int) -> str:
+        config = engines.config_of(1, options={"kernels": True})
+        with engines.engine(config, rank), pytest.raises(TypeError, match="positional") as raised:
+            base.select_indexer_impl_cls("fp8", topk_blocks=16)
+        return str(raised.value)
+
+    assert "choose()" in on_one_rank(work)
+
+
 @pytest.mark.parametrize("version", ["0.33", "0.33.0", "0.33.2+cpu"])
 def test_releases_of_the_same_series_are_taken(version):
     assert interface.mismatches(base, version) == []
@@ -173,6 +192,7 @@ def test_a_changed_module_is_told():
     changed = SimpleNamespace(**vars(base))
     changed.select_indexer_impl_cls = lambda *, topk_blocks, head_dim: None
     del changed.get_forward_context
+    changed.MiniMaxM3IndexerImpl = type("Other", (), {"__init__": base.MiniMaxM3IndexerImpl.__init__})
 
     @dataclasses.dataclass
     class Shorter:
@@ -183,6 +203,7 @@ def test_a_changed_module_is_told():
         "select_indexer_impl_cls: expected parameters (topk_blocks, indexer_kv_dtype), got (topk_blocks, head_dim)",
         "get_forward_context: expected parameters (), got none",
         "MiniMaxM3IndexerDecodeMetadata: expected fields (block_table, decode_query_len, seq_lens), got (seq_lens)",
+        "MiniMaxM3IndexerImpl.indexer_backend_cls: expected one, got none",
     ]
 
 
@@ -196,7 +217,7 @@ REFUSALS = [
     pytest.param(
         2, {**CP, "sparse": {"sparse_score_type": "mean"}}, "sparse_score_type: expected 'max', got 'mean'", id="score"
     ),
-    pytest.param(2, {**CP, "sleep": True}, "enable_sleep_mode: expected false", id="sleep"),
+    pytest.param(2, {**CP, "sleep": True}, 'enable_sleep_mode: expected false, or transport "collective"', id="sleep"),
     pytest.param(2, {**CP, "topk": 100}, "topk: expected an int from 1 to 64, got 100", id="topk"),
     pytest.param(2, {**CP, "sparse": {"sparse_index_dim": 96}}, "head_dim: expected one of (64, 128), got 96", id="dim"),
     pytest.param(2, {**CP, "options": {"capture": "/tmp/x", "eager": 1}}, "lightning_indexer: expected some of", id="unknown"),
@@ -280,6 +301,38 @@ def test_all_reasons_are_told_at_once():
     config = engines.config_of(1, cp=True, dcp=2, topk=100)
     told = on_one_rank(lambda rank: refusal(rank, config))
     assert all(name in told for name in ("tensor_parallel_size:", "decode_context_parallel_size:", "topk:"))
+
+
+# A rank that does not come.
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed", "prefill"])
+def test_a_missed_rank_ends_every_kind_of_step_where_its_metadata_is_made(name):
+    """As in a replayed graph, in which no layer runs in Python: the report is all there is."""
+    from lightning_indexer.peer import PeerTransport
+    from lightning_indexer.ranks import VirtualRank
+
+    batch = BATCHES[name]
+
+    def work(rank: int):
+        config = engines.config_of(1, options={"kernels": True})
+        with engines.engine(config, rank):
+            layer = engines.layer_of(config)
+            transport = PeerTransport.__new__(PeerTransport)  # without the memory of a GPU
+            transport.ranks, transport.report = VirtualRank(1, 4, None), torch.zeros(1, dtype=torch.int32)
+            layer.impl.engine.indexer._batches[0].peer = transport
+            backend = layer.index_cache.get_attn_backend()
+            before, want = (batch.metadata(config, batch.inputs(), *given) for given in ((backend,), ()))
+            same = (before.num_decodes, before.num_prefills) == (want.num_decodes, want.num_prefills)
+            transport.report.fill_(1 + 2)
+            with pytest.raises(RuntimeError, match="selections since then are void") as raised:
+                batch.metadata(config, batch.inputs(), backend)
+            return same, type(before) is base.MiniMaxM3IndexerMetadata, str(raised.value)
+
+    same, vllms, told = on_one_rank(work)
+    assert same
+    assert vllms
+    assert told.startswith("rank 1 of 4 waited in vain for rank 2 inside a decode step")
 
 
 # What layers share, and what is told of it.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_indexer.agreement import MAX_ERROR_CHARACTERS, gather_messages, require_agreement
 from lightning_indexer.cache import IndexCache
-from lightning_indexer.recording import Call, referenced, stored_pages, write
+from lightning_indexer.recording import Call, check_path, referenced, stored_pages, write
 from lightning_indexer.spec import IndexerSpec
 from lightning_indexer.vllm.ops import all_gather
 from lightning_indexer.vllm.options import Options
@@ -22,18 +23,35 @@ class Recorder:
 
     All ranks record together, since each has its own heads' queries and ids; the first one writes. The file is written anew
     when the number of calls has doubled, and at the end: a server that is stopped before has most of it.
+
+    Where an engine has several groups, each has a file of its own: the name with the group's first rank in it. A file that
+    cannot be written any more ends the recording, and not the engine.
+
+    Raises:
+        ValueError: on every rank: the first one cannot write the file.
     """
 
     def __init__(self, spec: IndexerSpec, order: str, group: dist.ProcessGroup, options: Options) -> None:
         assert options.capture is not None
         self.spec, self.order, self.group = spec, order, group
-        self.path = Path(options.capture)
+        self.path = _path_of(group, Path(options.capture))
         self.most_calls = options.capture_calls
         self.most_bytes = options.capture_megabytes * 1_000_000
         unchosen = spec.topk * spec.block_size + 1  # from there on something is not selected
         self.least_tokens = unchosen if options.capture_tokens is None else options.capture_tokens
         self.calls: list[Call] = []
         self.finished = False
+        require_agreement("capture", gather_messages({"error": self._obstacle()}, group, None))
+
+    def _obstacle(self) -> str | None:
+        """Why this rank cannot do its part; None if it can."""
+        try:
+            if dist.get_rank(self.group) == 0:
+                check_path(self.path)
+        except (OSError, ImportError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            return f"expected a file that can be written, got {str(self.path)!r} ({reason})"[-MAX_ERROR_CHARACTERS:]
+        return None
 
     def record(self, layer: str, q: torch.Tensor, cache: IndexCache, decode: Any, ids: torch.Tensor) -> None:
         """Add a call, if it is one to keep. Waits for the device.
@@ -60,14 +78,30 @@ class Recorder:
             self.calls.append(call)
         count = len(self.calls)
         self.finished = not fits or count == self.most_calls
-        if dist.get_rank(self.group) == 0 and self.calls and (self.finished or count & (count - 1) == 0):
-            write(self.path, self.spec, self.calls)
-            size = sum(kept.nbytes for kept in self.calls) / 1e6
-            logger.info("lightning-indexer: %d decode calls (%.1f MB) in %s", count, size, self.path)
+        if self.calls and (self.finished or count & (count - 1) == 0):
+            written = not dist.get_rank(self.group) and self._write()
+            self.finished |= not gather_messages({"written": written}, self.group, None)[0]["written"]
         if self.finished:
             self.calls = []
+
+    def _write(self) -> bool:
+        """Write what there is, and tell so; whether it succeeded."""
+        count, size = len(self.calls), sum(kept.nbytes for kept in self.calls) / 1e6
+        try:
+            write(self.path, self.spec, self.calls)
+        except OSError as error:
+            logger.error("lightning-indexer: no more decode calls are recorded: %s cannot be written (%s)", self.path, error)
+            return False
+        logger.info("lightning-indexer: %d decode calls (%.1f MB) in %s", count, size, self.path)
+        return True
 
     def _of_all_ranks(self, mine: torch.Tensor) -> torch.Tensor:
         """This rank's `[h, ...]` to `[H, ...]` on the CPU; of replicas the first."""
         gathered = all_gather(mine.contiguous(), self.group)
         return gathered[:: self.spec.replicas(len(gathered))].flatten(0, 1).cpu()
+
+
+def _path_of(group: dist.ProcessGroup, path: Path) -> Path:
+    """The file of a group: `calls.safetensors`, or `calls.rank4.safetensors` of one of several, by its first rank of all."""
+    ranks = dist.get_process_group_ranks(group)
+    return path if len(ranks) == dist.get_world_size() else path.with_name(f"{path.stem}.rank{ranks[0]}{path.suffix}")

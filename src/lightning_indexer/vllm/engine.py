@@ -91,10 +91,11 @@ class EngineIndexer:
             self._plans: dict[tuple[int, ...], StepPlan] = {}
             self._made: dict[int, _Made] = {}
             self._warm_up()
-        self.recorder = None
-        if options.capture is not None:
-            assert isinstance(group, dist.ProcessGroup), "other ranks hold no tensors together"
-            self.recorder = Recorder(kind.spec, kind.order, group, options)
+            self._steps_before = self._steps()
+            self.recorder = None
+            if options.capture is not None:
+                assert isinstance(group, dist.ProcessGroup), "other ranks hold no tensors together"
+                self.recorder = Recorder(kind.spec, kind.order, group, options)
 
     def _warm_up(self) -> None:
         kind, owned = self.kind, len(self.indexer.owned_heads)
@@ -210,9 +211,8 @@ class EngineIndexer:
         return f"lightning-indexer {li.__version__}: {ranks}; {form}, top {spec.topk}, ids by {kind.order}"
 
     def statistics(self) -> dict[str, Any]:
-        """What runs, and how many layer calls shared their work; waits for the GPU."""
+        """What runs, and how many layer calls since the warm-up shared their work; waits for the GPU."""
         indexer = self.indexer
-        steps = [indexer.steps(number) for number in range(self.kind.limits.micro_batches)]
         return {
             "rank": indexer.rank,
             "ranks": indexer.world,
@@ -220,8 +220,13 @@ class EngineIndexer:
             "dispatch": indexer.dispatch,
             "thresholds": indexer.thresholds,
             "format": self.kind.format,
-            "steps": {name: sum(counted[name] for counted in steps) for name in ("sharded", "replicated")},
+            "steps": {name: count - self._steps_before[name] for name, count in self._steps().items()},
         }
+
+    def _steps(self) -> dict[str, int]:
+        """Layer calls so far, of all micro-batches, by whether they shared their work."""
+        counted = [self.indexer.steps(number) for number in range(self.kind.limits.micro_batches)]
+        return {name: sum(steps[name] for steps in counted) for name in ("sharded", "replicated")}
 
 
 _shared: "weakref.WeakValueDictionary[Hashable, EngineIndexer]" = weakref.WeakValueDictionary()

@@ -2,7 +2,7 @@
 """The class that vLLM's sparse layers of MiniMax-M3 hold in place of its own, and the choice of it. Imports vLLM."""
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config
@@ -15,7 +15,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 import lightning_indexer as li
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.ops import backend_of, check_device
-from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits, shared_indexer
+from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits, live_indexers, shared_indexer
 from lightning_indexer.vllm.ops import sparse_table
 from lightning_indexer.vllm.options import FORMATS, Options, Setting, refuse
 
@@ -73,9 +73,36 @@ def device_refusals(format: str, query_dtype: torch.dtype | None, head_dim: int,
     return []
 
 
-class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[misc] # vLLM has no types here
+class MetadataBuilder(base.MiniMaxM3IndexerTritonMetadataBuilder):  # type: ignore[misc] # vLLM has no types here
+    """vLLM's metadata of a step; before it, whether a rank was missing in an earlier one.
+
+    vLLM builds it on the host before every step, also where the step is a graph's replay, in which Python sees no layer.
+    """
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """As vLLM's.
+
+        Raises:
+            RuntimeError: a rank did not arrive in an earlier step, as far as this is known without waiting for the GPU.
+        """
+        for engine in live_indexers():
+            engine.indexer.raise_if_failed()
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class Backend(base.MiniMaxM3IndexerBackend):  # type: ignore[misc]
+    """vLLM's description of an index cache's layers, with our builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        """Who makes the layers' metadata."""
+        return MetadataBuilder
+
+
+class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[misc]
     """One layer's indexer: vLLM's cache, metadata and buffers, our selection."""
 
+    indexer_backend_cls: ClassVar[type] = Backend
     index_cache: Any
 
     def __init__(self, **layer: Any) -> None:

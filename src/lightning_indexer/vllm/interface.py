@@ -29,6 +29,8 @@ LAYER = (
 TABLE = ("attention_block_table", "sparse_block_table_out", "sparse_context_lens_out", "block_page_stride")
 PARAMETERS = {
     "select_indexer_impl_cls": ("topk_blocks", "indexer_kv_dtype"),
+    "MiniMaxM3IndexerBackend.get_builder_cls": (),
+    "MiniMaxM3IndexerTritonMetadataBuilder.build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
     "MiniMaxM3IndexerImpl.__init__": ("self", *LAYER),
     "MiniMaxM3IndexerTritonImpl.forward": ("self", "index_query", *TABLE),
     "MiniMaxM3Indexer.__init__": ("self", *LAYER),
@@ -42,6 +44,7 @@ FIELDS = {
     "MiniMaxM3IndexerDecodeMetadata": {"seq_lens", "block_table", "decode_query_len"},
     "MiniMaxM3IndexerPrefillMetadata": {"cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len"},
 }
+ATTRIBUTES = ("current_platform", "MiniMaxM3IndexerImpl.indexer_backend_cls")
 
 
 def is_known(version: str) -> bool:
@@ -75,8 +78,7 @@ def mismatches(module: Any, version: str | None = None) -> list[str]:
         has = {field.name for field in dataclasses.fields(part)} if dataclasses.is_dataclass(part) else set()
         if not fields <= has:
             found.append(f"{name}: expected fields {_listed(sorted(fields))}, got {_listed(sorted(has))}")
-    if not hasattr(module, "current_platform"):
-        found.append("current_platform: expected one, got none")
+    found += [f"{name}: expected one, got none" for name in ATTRIBUTES if _find(module, name) is None]
     return found
 
 

@@ -7,6 +7,7 @@ brings a cache of the layout of docs/cache-formats.md, `[pages, 128, 72]` bytes,
 or by `NvFp4IndexerCache.insert`.
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -26,14 +27,14 @@ from lightning_indexer.vllm.indexer import (
     shared_engine,
     sparse_config,
 )
-from lightning_indexer.vllm.options import Options
+from lightning_indexer.vllm.options import Options, refuse
 
 logger = logging.getLogger("vllm.lightning_indexer")
 
 DTYPE = "nvfp4"
 QUERY_DTYPE = torch.float8_e4m3fn
 
-_prepared: list[EngineIndexer] = []  # by `init_nvfp4_indexer_decode_cp`, until layers hold them and after
+_prepared: list[EngineIndexer] = []  # by `init_nvfp4_indexer_decode_cp`, until a layer holds them
 
 
 def nvfp4_indexer_unsupported_reason(
@@ -68,14 +69,12 @@ def init_nvfp4_indexer_decode_cp(max_model_len: int) -> bool:
         Whether it is on; if not, the log says why.
 
     Raises:
-        ValueError: `max_model_len` is not the engine's.
+        ValueError: `max_model_len` is not the engine's, or the engine cannot be served at all.
     """
     config = get_current_vllm_config()
     longest = config.model_config.max_model_len
     require(max_model_len == longest, "max_model_len", f"the engine's ({longest})", max_model_len)
-    reasons = _refusals(config)
-    if reasons:
-        logger.info("lightning-indexer: no context-parallel decode (%s)", "; ".join(reasons))
+    if not _shares(config):
         return False
     sparse = sparse_config(config)
     geometry = {
@@ -119,7 +118,7 @@ class NvFp4IndexerImpl(LightningIndexerImpl):
     Takes the arguments of vLLM's implementations, `indexer_kv_dtype="nvfp4"` among them, and returns and writes what they do.
 
     Raises:
-        ValueError: another dtype, or this device and geometry cannot be served.
+        ValueError: another dtype, or this device, geometry or engine cannot be served.
     """
 
     def __init__(self, *, indexer_kv_dtype: str, **layer: Any) -> None:
@@ -137,13 +136,29 @@ class NvFp4IndexerImpl(LightningIndexerImpl):
         del config.compilation_config.static_forward_context[made.prefix]
         self.indexer_kv_dtype = DTYPE
         self.index_cache = NvFp4IndexerCache(made.head_dim, made.prefix, made.cache_config, made.backend_cls)
-        return shared_engine(self, DTYPE, QUERY_DTYPE, not _refusals(config))
+        engine = shared_engine(self, DTYPE, QUERY_DTYPE, _shares(config))
+        if engine in _prepared:
+            _prepared.remove(engine)
+        return engine
 
 
-def _refusals(config: Any) -> list[str]:
-    """Why decode is not context-parallel; empty if it is."""
-    attention = config.attention_config
-    if not (attention.minimax_m3_indexer_cp or getattr(attention, "indexer_decode_cp", False)):
-        return ["attention_config: expected minimax_m3_indexer_cp, got none"]
+def _shares(config: Any) -> bool:
+    """Whether decode is context-parallel; if not, the log says why, once.
+
+    Raises:
+        ValueError: the engine cannot be served, with context parallelism or without.
+    """
+    options = Options.read(config.additional_config)
     setting = read_setting(sparse_config(config)["sparse_topk_blocks"], "bf16")  # the dtype is ours to judge
-    return setting.refusals(Options.read(config.additional_config))
+    refuse(setting.unserved(options))
+    reasons = setting.unshared(options)
+    if not setting.context_parallel:
+        reasons = ["attention_config: expected minimax_m3_indexer_cp, got none"]
+    if reasons:
+        _tell_once(f"lightning-indexer: no context-parallel decode ({'; '.join(reasons)})")
+    return not reasons
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    logger.info(message)

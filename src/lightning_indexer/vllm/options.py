@@ -75,8 +75,10 @@ class Options:
 
 
 def asked(config: Any) -> bool:
-    """Whether a vLLM configuration asks for our indexer."""
-    return bool(config.attention_config.minimax_m3_indexer_cp) or Options.read(config.additional_config).kernels
+    """Whether a vLLM configuration asks for our indexer. Of any release: one without the fields does not."""
+    attention = getattr(config, "attention_config", None)
+    flag = bool(getattr(attention, "minimax_m3_indexer_cp", False))
+    return flag or Options.read(getattr(config, "additional_config", None)).kernels
 
 
 def refuse(reasons: list[str]) -> None:
@@ -111,16 +113,27 @@ class Setting:
         return FORMATS[self.cache_dtype]
 
     def refusals(self, options: Options) -> list[str]:
-        """Why this cannot be served, in the wording of `checks.require`; empty if it can."""
-        found = []
+        """Why this cannot be served as it is asked for, in the wording of `checks.require`; empty if it can."""
+        return [*self.unshared(options), *self.unserved(options)]
 
-        def need(condition: bool, argument: str, expected: str, got: Any) -> None:
-            if not condition:
-                found.append(f"{argument}: expected {expected}, got {got}")
-
+    def unshared(self, options: Options) -> list[str]:
+        """Why the ranks cannot share the work, though it is asked for; each could score its own heads."""
+        found: list[str] = []
         if self.context_parallel:
             alone = f'more than 1 (or {{"{SECTION}": {{"kernels": true}}}} in --additional-config, for our kernels on one GPU)'
-            need(self.tensor_parallel > 1, "tensor_parallel_size", alone, self.tensor_parallel)
+            _need(found, self.tensor_parallel > 1, "tensor_parallel_size", alone, self.tensor_parallel)
+            stays = not self.sleep_mode or options.transport == "collective"
+            memory = 'false, or transport "collective": "peer" exchanges through memory that must stay'
+            _need(found, stays, "enable_sleep_mode", memory, "true")
+        return found
+
+    def unserved(self, options: Options) -> list[str]:
+        """Why this cannot be served, whether the ranks share the work or not."""
+        found: list[str] = []
+
+        def need(condition: bool, argument: str, expected: str, got: Any) -> None:
+            _need(found, condition, argument, expected, got)
+
         need(self.platform in PLATFORMS, "platform", " or ".join(PLATFORMS), self.platform)
         dcp = self.decode_context_parallel
         need(dcp == 1, "decode_context_parallel_size", "1: every rank holds the whole index cache", dcp)
@@ -135,9 +148,13 @@ class Setting:
             found.append(str(error))
         most = MAX_QUERY_LEN if self.platform != "cpu" else self.query_len
         need(self.query_len <= most, "num_speculative_tokens", f"at most {most - 1}", self.query_len - 1)
-        memory = "false: the ranks exchange through memory that must stay"
-        need(not self.sleep_mode, "enable_sleep_mode", memory, "true")
         if options.capture is not None:
             mode = 'a decode that is not replayed as a whole (--enforce-eager, or "cudagraph_mode": "PIECEWISE")'
             need(not self.full_graphs, "cudagraph_mode", f"{mode} for capture", "full graphs")
         return found
+
+
+def _need(found: list[str], condition: bool, argument: str, expected: str, got: Any) -> None:
+    """Add a reason unless a condition holds."""
+    if not condition:
+        found.append(f"{argument}: expected {expected}, got {got}")
