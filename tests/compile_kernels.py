@@ -68,7 +68,6 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e4m3fnuz: "*fp8e4b8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from lightning_indexer import indexer, ops, peer, policy, triton_backend, workspace
 from lightning_indexer.kernels.common import nan_max
 
-EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz}
+EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn}
 CASTS = ("cast_impl", "create_fp_to_fp", "create_fp_ext", "create_fp_trunc")
 
 

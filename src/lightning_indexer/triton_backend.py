@@ -93,6 +93,11 @@ def check_operands(q: torch.Tensor, cache: IndexCache) -> None:
     check_aligned("q", q, 2)
 
 
+def as_loaded(q: torch.Tensor) -> torch.Tensor:
+    """Queries as the kernels load them: those of e4m3fnuz as bytes."""
+    return q.view(torch.uint8) if q.dtype == torch.float8_e4m3fnuz else q
+
+
 def units(tensor: torch.Tensor, dim: int) -> int:
     """A stride in units of 16 bytes."""
     return tensor.stride(dim) * tensor.element_size() // ALIGNED
@@ -327,7 +332,7 @@ class Decode:
             return
         owner, auto = self.owner, self.plan is not None and self.plan.threshold is not None
         decode_kernels.score_kernel[(self.programs, tiling.tiles)](
-            q,
+            as_loaded(q),
             self.pages.data,
             self.pages.scale,
             self.block_table,
@@ -483,7 +488,7 @@ def prefill(
         "MIN_BLOCKS": MIN_SPLIT_BLOCKS,
     }
     prefill_kernels.prefill_kernel[(tiles, splits, head_tiles)](
-        q,
+        as_loaded(q),
         pages.data,
         pages.scale,
         block_table,

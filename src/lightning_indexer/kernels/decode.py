@@ -30,7 +30,7 @@ from lightning_indexer.kernels.common import (
     top_of,
     write_ids,
 )
-from lightning_indexer.kernels.formats import key_dim, key_token, load_page, page_dots
+from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots
 from lightning_indexer.kernels.key import pack_keys
 from lightning_indexer.workspace import SHARE_FIELDS
 
@@ -264,10 +264,11 @@ def score_share(
             q_head = (wide % heads).to(tl.int64)
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
             inside = (wide < query_len * heads)[None, :]
-            queries = tl.load(places, mask=inside, other=0.0).to(TYPE)  # [dims, COLUMNS * SPREAD]
+            bytes: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
+            queries = load_queries(places, inside, TYPE, bytes)  # [dims, COLUMNS * SPREAD]
             upper = queries
             if (FORMAT != "plain") and (DIM == 128):
-                upper = tl.load(places + 64, mask=inside, other=0.0).to(TYPE)
+                upper = load_queries(places + 64, inside, TYPE, bytes)
             wide_lengths = causal_length(length, wide // heads, query_len)
             lengths = causal_length(length, token, query_len)
             whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole

@@ -79,6 +79,16 @@ def key_token(BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def load_queries(places, inside, TYPE: tl.constexpr, BYTES: tl.constexpr):
+    """Queries as TYPE, 0 where not inside. BYTES: of e4m3fnuz, which not every Triton has as a type."""
+    if BYTES:
+        queries = float_of(tl.load(places, mask=inside, other=0), True).to(TYPE)
+    else:
+        queries = tl.load(places, mask=inside, other=0.0).to(TYPE)
+    return queries
+
+
+@triton.jit
 def load_page(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
     """One page as it is stored; a page id outside the cache is clamped into it. Three tensors, as `page_dots` takes them."""
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)

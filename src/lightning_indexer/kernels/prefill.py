@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_indexer.kernels.common import block_count, keep_key, nan_max, no_keys, per_unit, write_ids
-from lightning_indexer.kernels.formats import key_dim, key_token, load_page, page_dots
+from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
@@ -194,10 +194,11 @@ def prefill_kernel(
     last = ((split + 1).to(tl.int64) * blocks // parts).to(tl.int32)
     whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
     places = q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None].to(tl.int64) * q_head_stride + dims[None, :]
-    queries = tl.load(places, mask=wanted[:, None], other=0.0).to(TYPE)  # [COLUMNS, dims]
+    bytes: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
+    queries = load_queries(places, wanted[:, None], TYPE, bytes)  # [COLUMNS, dims]
     upper = queries
     if (FORMAT != "plain") and (DIM == 128):
-        upper = tl.load(places + 64, mask=wanted[:, None], other=0.0).to(TYPE)
+        upper = load_queries(places + 64, wanted[:, None], TYPE, bytes)
     table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
     best = no_keys(COLUMNS, KEEP)
     # One page id ahead, so that its load is never waited for.
