@@ -264,11 +264,11 @@ def score_share(
             q_head = (wide % heads).to(tl.int64)
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
             inside = (wide < query_len * heads)[None, :]
-            bytes: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
-            queries = load_queries(places, inside, TYPE, bytes)  # [dims, COLUMNS * SPREAD]
+            coded: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
+            queries = load_queries(places, inside, TYPE, coded)  # [dims, COLUMNS * SPREAD]
             upper = queries
             if (FORMAT != "plain") and (DIM == 128):
-                upper = load_queries(places + 64, inside, TYPE, bytes)
+                upper = load_queries(places + 64, inside, TYPE, coded)
             wide_lengths = causal_length(length, wide // heads, query_len)
             lengths = causal_length(length, token, query_len)
             whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
