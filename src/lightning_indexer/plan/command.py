@@ -3,6 +3,7 @@
 
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,9 @@ def plan(
     check_writable(force, json_path, plot_path)
     try:
         _refuse_unused([name for name, asked in (("--trace", trace_source is not None), ("--scale", scale)) if asked])
+        _refuse("with --requests", ("batch", "context") if requests else ())
+        _refuse("without --trace", ("max_batch", "sessions", "turns") if trace_source is None else ())
+        _refuse("with a trace from a file", ("sessions", "turns") if trace_source != "agentic" else ())
         where = gpu(gpu_name)
         if read_roof is not None:
             require(read_roof > 0, "read_roof", "TB/s > 0", read_roof)
@@ -138,11 +142,16 @@ def plan(
 
 def _refuse_unused(reports: list[str]) -> None:
     """Refuse options that were given and that none of the reports asked for, if any, uses."""
-    context = click.get_current_context()
     unused = set.intersection(*(set(UNUSED[report]) for report in reports)) if reports else ()
-    for name in sorted(unused):
+    _refuse(f"with {' and '.join(reports)}", sorted(unused))
+
+
+def _refuse(when: str, unused: Iterable[str]) -> None:
+    """Refuse options that were given and are not used."""
+    context = click.get_current_context()
+    for name in unused:
         given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
-        require(not given, name, f"none with {' and '.join(reports)}", context.params[name])
+        require(not given, name, f"none {when}", context.params[name])
 
 
 def _tell_load(setup: Setup, explain: bool) -> dict[str, Any]:
