@@ -203,9 +203,15 @@ def float_of(code, FNUZ: tl.constexpr):
     low = code & 127
     normal = ((low << 20) + (BIAS << 23)).to(tl.float32, bitcast=True)
     value = tl.where(low < 8, low.to(tl.float32) * (0.0009765625 if FNUZ else 0.001953125), normal)
-    value = tl.where(code > 127, -value, value)
+    value = signed(value, code << 24)
     nan = (code == 128) if FNUZ else (low == 127)
     return tl.where(nan, float("nan"), value)
+
+
+@triton.jit
+def signed(value, bits):
+    """A float32 that is not negative with the sign of an int32: not every Triton makes -0 of 0."""
+    return (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -251,8 +257,7 @@ def e4m3_of(code, scale):
     value = tl.where(
         low < 2, low.to(tl.float32) * 0.5, (((low >> 1) + 126 << 23) | ((low & 1) << 22)).to(tl.float32, bitcast=True)
     )
-    product = tl.where(code > 7, -value, value) * scale
-    return e4m3_code(product, False)
+    return e4m3_code(signed(value, code << 28) * scale, False)
 
 
 @triton.jit
