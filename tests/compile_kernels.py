@@ -223,8 +223,10 @@ PACKED = [
         Call(kind, format=format, dtype=dtype, **heads_and_rows(columns))
         for format in ("fp8", "nvfp4")
         for dtype in (torch.bfloat16, E4M3)
-        for kind, columns in (("decode", 1), ("scores", 64), ("prefill", 4))
+        for kind, columns in (("decode", 1), ("scores", 64))
     ),
+    Call("prefill", format="fp8", dtype=E4M3),
+    Call("prefill", format="nvfp4"),
     Call("decode", format="nvfp4", planned=True, order="block", table=16),
     Call("decode", format="fp8", scaled=True),
     Call("decode", format="nvfp4", spec=GEOMETRIES[1][0]),
@@ -242,8 +244,8 @@ OTHERS = [
 CALLS = {
     "sm_80": BRIEF + PACKED_PORTABLY + WRITES[::3],
     "sm_90": FULL + OTHERS + PACKED,
-    "sm_100": BRIEF + PACKED[::2],
-    "sm_120": BRIEF + PACKED[::2],
+    "sm_100": BRIEF + PACKED[::4],
+    "sm_120": BRIEF + PACKED[1::4],
     "gfx942": [
         *BRIEF,
         Call("keys"),
