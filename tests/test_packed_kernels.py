@@ -45,7 +45,7 @@ class Case:
     scaled: bool = False
     heads: int = 2
     query_len: int = 1
-    tokens: tuple[int, ...] = (300, 0, 65, 1000)
+    tokens: tuple[int, ...] = (300, 0, 65, 600)
 
     @property
     def spec(self) -> IndexerSpec:
@@ -76,7 +76,7 @@ CASES = {
     "nvfp4": Case("nvfp4"),
     "nvfp4-e4m3": Case("nvfp4", E4M3, query_len=4),
     "nvfp4-small": Case("nvfp4", head_dim=64, block_size=64),
-    "nvfp4-large": Case("nvfp4", block_size=256, heads=1),
+    "nvfp4-large": Case("nvfp4", block_size=256, heads=1, tokens=(300, 0, 1100)),
 }
 
 
