@@ -40,7 +40,7 @@ from lightning_indexer.spec import IndexerSpec, Shard
 STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24, "write_kernel": 32}
 # With keys of 8 bits and less, the same limit costs the prefill kernel some more, and lets four programs of the scorer onto a
 # multiprocessor; its tile of 64 columns holds the most that there are.
-PACKED_STACK_ALLOWED = {"prefill_kernel": 424, "score_kernel": 168}
+PACKED_STACK_ALLOWED = {"prefill_kernel": 424, "score_kernel": 192}
 
 KIB = 1024
 
