@@ -266,8 +266,9 @@ class IndexCache:
         """
         if shard.by == "block":
             return self
-        data = _as_bytes(self.data)[shard.rank :: shard.world].clone()
-        scale = None if self.scale is None else self.scale[shard.rank :: shard.world].clone()
+        own = shard.owned_blocks(torch.arange(self.num_pages, device=self.device))
+        data = self._raw[own]
+        scale = None if self.scale is None else self.scale[own]
         if not len(data):
             data = data.new_zeros((1, *data.shape[1:]))
             scale = None if scale is None else scale.new_zeros((1, *scale.shape[1:]))

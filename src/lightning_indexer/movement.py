@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.checks import check_int, check_tensor, require
+from lightning_indexer.spec import Shard
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ def page_moves(
     source, target = given.values()
     require(len(torch.unique(target)) == len(target), "target_pages", "distinct page ids", "one twice")
     moves = []
-    for from_rank in range(source_world):
-        for to_rank in range(target_world):
-            chosen = (source % source_world == from_rank) & (target % target_world == to_rank)
+    for giver in (Shard(rank, source_world, "page") for rank in range(source_world)):
+        for taker in (Shard(rank, target_world, "page") for rank in range(target_world)):
+            chosen = giver.holds(source) & taker.holds(target)
             if bool(chosen.any()):
-                there, here = source[chosen] // source_world, target[chosen] // target_world
-                moves.append(PageMove(from_rank, to_rank, there, here))
+                there, here = giver.local_pages(source[chosen]), taker.local_pages(target[chosen])
+                moves.append(PageMove(giver.rank, taker.rank, there, here))
     return moves

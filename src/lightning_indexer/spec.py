@@ -174,10 +174,14 @@ class Shard:
         """By block: logical block ids of the local slots `0 .. width-1`: `local * world + rank`. `[width]` int64."""
         return torch.arange(width, device=device) * self.world + self.rank
 
+    def holds(self, pages: torch.Tensor) -> torch.Tensor:
+        """By page: which pages this rank holds, elementwise."""
+        return pages % self.world == self.rank
+
     def owned_blocks(self, pages: torch.Tensor) -> torch.Tensor:
         """Logical blocks of a request that this rank owns, ascending: pages `[n]` of its blocks to `[owned]` int64."""
         if self.by == "page":
-            return (pages % self.world == self.rank).nonzero().squeeze(1)
+            return self.holds(pages).nonzero().squeeze(1)
         return self.blocks(self.count(len(pages)), pages.device)
 
     def local_pages(self, pages: torch.Tensor) -> torch.Tensor:
@@ -197,5 +201,5 @@ class Shard:
         if self.by == "block":
             return slot_mapping
         page = slot_mapping // block_size
-        own = (slot_mapping >= 0) & (page % self.world == self.rank)
-        return torch.where(own, page // self.world * block_size + slot_mapping % block_size, -1)
+        own = (slot_mapping >= 0) & self.holds(page)
+        return torch.where(own, self.local_pages(page) * block_size + slot_mapping % block_size, -1)

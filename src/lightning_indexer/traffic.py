@@ -25,7 +25,7 @@ def index_bytes(
         assert block_table is not None
         every = torch.arange(block_table.shape[1], device=block_table.device)
         held = (lengths[:, None] - every * spec.block_size).clamp(0, spec.block_size)
-        return int(torch.where(block_table % shard.world == shard.rank, held, 0).sum()) * token_bytes
+        return int(torch.where(shard.holds(block_table), held, 0).sum()) * token_bytes
     tokens = shard.count(blocks) * spec.block_size
     owns_last = (blocks > 0) & ((blocks - 1) % shard.world == shard.rank)
     unfilled = blocks * spec.block_size - lengths

@@ -220,7 +220,7 @@ REFUSALS = [
     pytest.param(2, {**CP, "sleep": True}, 'enable_sleep_mode: expected false, or transport "collective"', id="sleep"),
     pytest.param(2, {**CP, "topk": 100}, "topk: expected an int from 1 to 64, got 100", id="topk"),
     pytest.param(2, {**CP, "sparse": {"sparse_index_dim": 96}}, "head_dim: expected one of (64, 128), got 96", id="dim"),
-    pytest.param(2, {**CP, "options": {"capture": "/tmp/x", "eager": 1}}, "lightning_indexer: expected some of", id="unknown"),
+    pytest.param(2, {**CP, "options": {"capture": "calls", "eager": 1}}, "lightning_indexer: expected some of", id="unknown"),
     pytest.param(2, {**CP, "options": {"transport": "ring"}}, "transport: expected 'auto' or", id="transport"),
     pytest.param(2, {**CP, "options": {"transport": "peer"}}, 'transport: expected "collective" or "auto"', id="peer-on-cpu"),
 ]
