@@ -20,6 +20,7 @@ settings.load_profile("default")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA or HIP device")
+    config.addinivalue_line("markers", "multigpu: needs several CUDA or HIP devices of one host")
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which need not be there")
 
 
