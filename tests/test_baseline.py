@@ -98,7 +98,7 @@ def test_rows_without_a_range_are_compared_in_turns_only():
     rows = [{"op": "exchange", "world": 4, "rows": 1, "transport": "peer", "us": us} for us in (5.0, 6.0)]
     pair = [parse_result({**told(1.0), "rows": [*told(1.0)["rows"], row]}, "r") for row in rows]
     assert len(compare_rounds([tuple(pair)], "b").cases) == 1
-    assert [case.name for case in compare_rounds([tuple(pair)] * 2, "b").cases][1] == "exchange, 4 ranks, 1 rows"
+    assert [case.name for case in compare_rounds([tuple(pair)] * 2, "b").cases][1] == "exchange, peer, 4 ranks, 1 rows"
 
 
 def test_kept_results_of_one_commit_show_no_regression():

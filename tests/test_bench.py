@@ -20,7 +20,8 @@ from lightning_indexer.bench import inputs as drawn
 from lightning_indexer.bench import timing as protocol
 from lightning_indexer.bench.cases import DecodeCase, PrefillCase, RankCase, decode_set, prefill_set
 from lightning_indexer.bench.exchange import ExchangeRow
-from lightning_indexer.bench.results import parse_result
+from lightning_indexer.bench.gpus import GpusResult, LinkRow, ModeRow
+from lightning_indexer.bench.results import case_name, identity, parse_result
 from lightning_indexer.bench.roofs import Roofs
 from lightning_indexer.bench.run import Facts, Result, Row, measure, query_dtype
 from lightning_indexer.bench.timing import Protocol, Rotation, Timing, plan_rotation
@@ -507,9 +508,9 @@ def test_a_rank_is_verified_with_the_others_part(monkeypatch):
 
 
 def test_what_the_exchange_adds_and_when_sharding_pays():
-    rows = [ExchangeRow(4, 1, 5.0, 8.0, 10.0, 384), ExchangeRow(4, 8, 6.0, 10.0, 13.0, 3_072)]
+    rows = [ExchangeRow(4, 1, "peer", 5.0, 8.0, 10.0, 384), ExchangeRow(4, 8, "peer", 6.0, 10.0, 13.0, 3_072)]
     table = report.exchange_table(rows).splitlines()
-    assert table[2].split() == ["4", "1", "5.00", "3.00", "2.00", "384"]
+    assert table[2].split() == ["4", "1", "peer", "5.00", "3.00", "2.00", "384"]
     assert rows[1].as_json() | {"us": 4.0, "us_queries": 3.0, "bytes": 3_072} == rows[1].as_json()
     ranks = [RankCase(((1, context),), 1, 4, 4) for context in (4_096, 65_536)]
     longer = RankCase(((8, 4_096),), 1, 4, 4)
@@ -522,6 +523,53 @@ def test_what_the_exchange_adds_and_when_sharding_pays():
     assert cells[2] == ["6.00", "4.00", "10.00", "7.00", "1.43"]
     assert "batch 1, Q 1: from about 19,456 tokens on" in told  # -2 us at 4,096, 6 at 65,536
     assert "batch 8, Q 1: not up to 4,096 tokens" in told
+
+
+def test_ways_to_take_a_step_on_several_gpus():
+    def way(case: RankCase, transport: str, dispatch: str, chosen: str, us: float) -> ModeRow:
+        timing, moved = Timing(us, us - 1, us + 1), case.index_bytes(SPEC, 256)
+        return ModeRow(case, "bf16", "bf16", transport, dispatch, chosen, timing, 57, moved, ROOFS.us("cp", moved, 0))
+
+    rows = []
+    for context, times in ((4_096, (6.0, 30.0, 9.0, 6.3)), (65_536, (16.0, 31.0, 10.0, 10.1))):
+        case = RankCase(((8, context),), 1, 4, 2)
+        chosen = "replicated" if context == 4_096 else "sharded"
+        rows += [
+            way(case, *names, us)
+            for names, us in zip(
+                (
+                    ("none", "replicated", "replicated"),
+                    ("collective", "sharded", "sharded"),
+                    ("peer", "sharded", "sharded"),
+                    ("peer", "auto", chosen),
+                ),
+                times,
+                strict=True,
+            )
+        ]
+    exchanged = [ExchangeRow(2, 8, "collective", 6.0, 30.0, 42.0, 1_024)]
+    result = GpusResult(FACTS, ROOFS, [(1, 700), (128, 900)], rows, exchanged, [LinkRow(2, "all-gather", 512, 9.5)])
+    told = report.gpus_text(result, 20)
+    assert told.startswith(f"2 x {FACTS.device}")
+    assert "700 up to 1 rows, 900 up to 128 rows" in told
+    short, long = (line for line in told.splitlines() if line.startswith("8 x "))
+    assert short.rsplit(maxsplit=8)[1:-1] == ["6.00", "30.00", "9.00", "6.30", "replicated", "1.050", "0.67"]
+    assert long.rsplit(maxsplit=8)[1:-1] == ["16.00", "31.00", "10.00", "10.10", "sharded", "1.010", "1.60"]
+    assert float(long.split()[-1]) == pytest.approx(100 * ROOFS.us("cp", 8 * 32_768 * 256, 0) / 10, abs=0.06)
+    assert "Worst choice of auto: 1.050 (8 x 4,096, Q 1, H 4)" in told
+    assert "batch 8, Q 1: from about 24,576 tokens on" in told  # -3 us at 4,096, 6 at 65,536
+    read = parse_result(json.loads(json.dumps(result.as_json())), "told")
+    assert [row["op"] for row in read.rows] == ["cp"] * 8 + ["exchange", "link"]
+    assert len({identity(row) for row in read.rows}) == len(read.rows)
+    assert [row["dispatch"] for row in read.rows[:4]] == ["replicated", "sharded", "sharded", "auto"]
+    assert case_name(read.rows[-1]) == "all-gather, 2 ranks, 512 B each"
+    assert case_name(read.rows[3]) == "cp, 8 x 4,096, Q 1, H 4, P 2, peer, auto, bf16"
+
+
+def test_gpus_that_are_not_there():
+    done = CliRunner().invoke(cli.main, ["bench", "cp", "--gpus", "64"])
+    assert done.exit_code == 2
+    assert "--gpus: expected at most the" in done.stderr
 
 
 # command line

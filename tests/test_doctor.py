@@ -148,7 +148,7 @@ def test_tables_of_gpus():
 
 
 def test_measured_figures_go_to_plan(monkeypatch):
-    rows = [ExchangeRow(4, 1, 5.0, 8.0, 10.0, 384), ExchangeRow(4, 32, 6.0, 10.0, 13.5, 12_288)]
+    rows = [ExchangeRow(4, 1, "peer", 5.0, 8.0, 10.0, 384), ExchangeRow(4, 32, "peer", 6.0, 10.0, 13.5, 12_288)]
     asked = []
 
     def measure(device, ranks, progress):

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import torch
+from torch.multiprocessing.spawn import ProcessException
 
 import lightning_indexer
 from lightning_indexer import replay as replaying
@@ -24,15 +25,25 @@ from lightning_indexer.bench.baseline import (
     comparison_table,
     measured_arguments,
 )
-from lightning_indexer.bench.cases import DECODE_SETS, DecodeCase, PrefillCase, RankCase, decode_set, prefill_set, rank_set
+from lightning_indexer.bench.cases import (
+    DECODE_SETS,
+    DecodeCase,
+    PrefillCase,
+    RankCase,
+    decode_set,
+    gpus_set,
+    prefill_set,
+    rank_set,
+)
 from lightning_indexer.bench.cases import Case as BenchCase
 from lightning_indexer.bench.checkout import find_commit
 from lightning_indexer.bench.exchange import ExchangeRow, measure_exchange
 from lightning_indexer.bench.gate import WrongSelectionError
+from lightning_indexer.bench.gpus import Plan, measure_gpus
 from lightning_indexer.bench.page import report_page
 from lightning_indexer.bench.results import ResultFile, load_result, parse_result
 from lightning_indexer.bench.roofs import measure_roofs
-from lightning_indexer.bench.run import Facts, Result, measure
+from lightning_indexer.bench.run import Facts, Result, measure, query_dtype
 from lightning_indexer.bench.timing import QUICK, Protocol
 from lightning_indexer.bench.write import measure_writes
 from lightning_indexer.cache import FORMATS
@@ -380,7 +391,8 @@ def bench_prefill(shapes: list[tuple[int, int, int]], **options: Any) -> None:
 
 
 @bench.command("cp", cls=BenchCommand)
-@click.option("--world", type=click.IntRange(2, 16), default=4, help="Ranks.")
+@click.option("--world", type=click.IntRange(2, 16), default=4, help="Ranks that share a GPU.")
+@click.option("--gpus", type=click.IntRange(2, 64), help="Ranks with a GPU of this host each, instead.")
 @click.option("--heads", type=click.IntRange(1), default=4, help="Index heads of all ranks together.")
 @click.option(
     "--case",
@@ -388,25 +400,76 @@ def bench_prefill(shapes: list[tuple[int, int, int]], **options: Any) -> None:
     multiple=True,
     callback=_triples,
     metavar="BATCH,CONTEXT,QUERY_LEN",
-    help="A case, repeatable.  [default: those of the peer's figures]",
+    help="A case, repeatable.  [default: those of the peer's figures; --gpus: batch 1 to 128 by 1K to 1M tokens]",
 )
 @click.option("--rows", default="1,8,32,128,512", callback=_numbers, help="Rows of the steps that are exchanged.")
 @_bench_options
-def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: list[int], **options: Any) -> None:
+def bench_cp(
+    world: int, gpus: int | None, heads: int, shapes: list[tuple[int, int, int]], rows: list[int], **options: Any
+) -> None:
     """Time one rank of a context-parallel decode step against the step without it, and the exchange.
 
     A rank's kernels (all heads on its blocks) and the unsharded step (its own heads on all blocks) are timed alone, exchange
     and merge on virtual ranks that share the GPU. "sharded" is the sum of the first and the last: what a step takes where
     every rank has a GPU and the exchange costs what it costs here.
+
+    With --gpus every rank is a process with a GPU, and whole steps are timed: without context parallelism, sharded with each
+    transport, and as "auto" chooses; then the exchange and the collectives alone. The slowest rank counts.
     """
+    world = gpus or world
     try:
-        given = [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in shapes]
-        ranks = given or rank_set(world, heads)
+        ranks = [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in shapes]
+        ranks = ranks or (rank_set if gpus is None else gpus_set)(world, heads)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
+    if gpus is not None:
+        _bench_gpus(world, heads, ranks, rows, **options)
+        return
     alone = [case.own for case in ranks]
     exchange = partial(measure_exchange, world, heads, rows)
     _bench([*ranks, *alone], **options, exchange=exchange)
+
+
+def _bench_gpus(
+    world: int,
+    heads: int,
+    cases: Sequence[RankCase],
+    rows: list[int],
+    format: str,
+    queries: str | None,
+    quick: bool,
+    device: str,
+    commit: str | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+    baseline: str | None,
+    rounds: int,
+    force: bool,
+) -> None:
+    check_writable(force, json_path)
+    before = _baseline(baseline)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        require(found >= world, "--gpus", f"at most the {found} GPUs that are here", str(world))
+        require(plot_path is None, "--plot", "none with --gpus; `bench report` draws the result", str(plot_path))
+        require(not isinstance(before, str), "--baseline", "a result file with --gpus", repr(before))
+        query_dtype(FORMATS[format], queries)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    protocol = QUICK if quick else Protocol()
+    try:
+        result = measure_gpus(Plan(world, heads, cases, rows, format, queries, protocol, commit))
+    except ProcessException as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"\n{report.gpus_text(result, protocol.replays)}")
+    told = result.as_json()
+    compared = None
+    if isinstance(before, ResultFile):
+        compared = compare_rounds([(before, parse_result(told, "this run"))], before.name)
+        click.echo(comparison_table(compared))
+        told["baseline"] = compared.as_json()
+    write_json(json_path, told)
+    sys.exit(1 if compared is not None and compared.slower else 0)
 
 
 @bench.command("write", cls=BenchCommand)

@@ -156,6 +156,7 @@ SKEWED = (
     (((4, 131_072), (60, 4096)), 4),
     (((8, 131_072), (120, 1024)), 1),
 )
+GPUS_CONTEXTS = (1024, 4096, 16_384, 65_536, 131_072, 1_048_576)
 DECODE_SETS = ("default", "msa", "skewed")
 
 
@@ -177,6 +178,11 @@ def decode_set(name: str, heads: int) -> list[DecodeCase]:
 def rank_set(world: int, heads: int) -> list[RankCase]:
     """The uniform batches that the peer was measured on."""
     return [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in peers.DECODE]
+
+
+def gpus_set(world: int, heads: int) -> list[RankCase]:
+    """Batch 1 to 128 by context 1K to 1M, for ranks with a GPU each."""
+    return [RankCase(((batch, context),), 1, heads, world) for batch in (1, 8, 32, 128) for context in GPUS_CONTEXTS]
 
 
 def prefill_set() -> list[PrefillCase]:

@@ -3,10 +3,12 @@
 
 import itertools
 import statistics
+from collections.abc import Sequence
 
 from lightning_indexer.bench import peers
 from lightning_indexer.bench.cases import RankCase
 from lightning_indexer.bench.exchange import ExchangeRow
+from lightning_indexer.bench.gpus import GpusResult, ModeRow
 from lightning_indexer.bench.run import Result, Row
 from lightning_indexer.bench.write import WriteRow
 from lightning_indexer.text import table
@@ -15,8 +17,7 @@ from lightning_indexer.text import table
 def header(result: Result, replays: int) -> str:
     """What the table was measured on, and what its columns are."""
     facts, roofs = result.facts, result.roofs
-    pairs = sorted({(row.format, row.queries) for row in result.rows})
-    formats = "".join(f" Index-K cache in {format}, queries in {queries}." for format, queries in pairs)
+    formats = _formats(result.rows)
     held = "one step plan and the calls of all layers" if result.planned else "the calls of all layers"
     peer = f"\n  peer      {peers.SOURCE}; x peer is ours over theirs" if _compared(result) else ""
     software = f"driver {facts.driver}, torch {facts.torch_version}, triton {facts.triton_version}"
@@ -29,6 +30,64 @@ CUDA-graph replay on a cold cache; a graph holds {held}, each on other keys.
   MB        index keys that must be read (decode); TFLOP: what must be computed (prefill)
   % roof    least time by the read roof (decode) or the matrix roof (prefill) over ours{peer}
 """
+
+
+def gpus_text(result: GpusResult, replays: int) -> str:
+    """A run on several GPUs: what it was measured on, the ways to take a step, the exchange, the collectives alone."""
+    facts, roofs, world = result.facts, result.roofs, result.rows[0].case.world
+    thresholds = ", ".join(f"{pages:,} up to {rows} rows" for rows, pages in result.thresholds)
+    links = [["collective", "B of a rank", "us"]]
+    links += [[link.collective, f"{link.payload:,}", f"{link.us:.2f}"] for link in result.links]
+    return f"""\
+{world} x {facts.device}, driver {facts.driver}, torch {facts.torch_version}, triton {facts.triton_version}, commit \
+{facts.commit[:12]}, {facts.date}
+Read roof of this run, slowest GPU: {roofs.read_tbps:.2f} TB/s. All cases were verified.{_formats(result.rows)}
+Microseconds per layer of the slowest rank, median of {replays} CUDA-graph replays on a cold cache.
+Shared steps gather queries.
+Thresholds of auto, pages from which on a step is shared: {thresholds}
+
+  alone     each rank its own heads, no context parallelism
+  % roof    bytes that the faster way with peer must read on a rank, by the read roof, over its time
+  loss      auto over the better of alone and peer
+
+{_modes_table(result.rows)}
+
+{exchange_table(result.exchanged)}
+
+{table(links)}
+"""
+
+
+def _modes_table(rows: list[ModeRow]) -> str:
+    """One line per case; then from which context on peer pays, and the worst choice of auto."""
+    cases: dict[RankCase, dict[tuple[str, str], ModeRow]] = {}
+    for row in rows:
+        cases.setdefault(row.case, {})[row.transport, row.dispatch] = row
+    lines = [["case", "alone", "collective", "peer", "auto", "chose", "loss", "alone / peer", "% roof"]]
+    gains: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    losses = []
+    for case, ways in cases.items():
+        alone, collective, peer, auto = (
+            ways[way] for way in (("none", "replicated"), ("collective", "sharded"), ("peer", "sharded"), ("peer", "auto"))
+        )
+        best = min(alone, peer, key=lambda row: row.timing.us)
+        losses.append((auto.timing.us / best.timing.us, case.name))
+        times = [f"{row.timing.us:.2f}" for row in (alone, collective, peer, auto)]
+        ratios = f"{losses[-1][0]:.3f}", f"{alone.timing.us / peer.timing.us:.2f}"
+        lines.append([case.name, *times, auto.chosen, *ratios, f"{100 * best.roof_us / best.timing.us:.1f}"])
+        batch, context = case.groups[0]
+        gains.setdefault((batch, case.query_len), []).append((context, alone.timing.us - peer.timing.us))
+    told = [f"batch {batch}, Q {query_len}: {_break_even(points)}" for (batch, query_len), points in gains.items()]
+    worst = max(losses)
+    return "\n".join(
+        [table(lines), "", f"Worst choice of auto: {worst[0]:.3f} ({worst[1]})", "Peer is faster than alone"]
+        + [f"  {line}" for line in told]
+    )
+
+
+def _formats(rows: Sequence[Row | ModeRow]) -> str:
+    pairs = sorted({(row.format, row.queries) for row in rows})
+    return "".join(f" Index-K cache in {format}, queries in {queries}." for format, queries in pairs)
 
 
 def result_table(result: Result) -> str:
@@ -65,10 +124,11 @@ def summary(result: Result) -> str:
 
 def exchange_table(rows: list[ExchangeRow]) -> str:
     """What the exchange adds, by rows of the step."""
-    lines = [["ranks", "rows", "local us", "+ exchange and merge us", "+ queries us", "B received"]]
+    lines = [["ranks", "rows", "transport", "local us", "+ exchange and merge us", "+ queries us", "B received"]]
     for row in rows:
         added = f"{row.keys_us - row.local_us:.2f}", f"{row.queries_us - row.keys_us:.2f}"
-        lines.append([str(row.world), f"{row.rows:,}", f"{row.local_us:.2f}", *added, f"{row.payload_bytes:,}"])
+        local = f"{row.local_us:.2f}"
+        lines.append([str(row.world), f"{row.rows:,}", row.transport, local, *added, f"{row.payload_bytes:,}"])
     return table(lines)
 
 

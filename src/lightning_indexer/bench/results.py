@@ -13,7 +13,7 @@ FACTS = ("device", "driver", "torch", "triton", "commit", "date")
 ROOFS = ("read_roof_TBps", "matrix_roof_TFLOPs")
 # What a row measures or derives; all else tells which case it is.
 MEASURED = frozenset(
-    ("us", "us_min", "us_max", "us_queries", "us_local", "bytes", "flops", "pct_roof", "peer_us", "layers", "error")
+    ("us", "us_min", "us_max", "us_queries", "us_local", "bytes", "flops", "pct_roof", "peer_us", "layers", "error", "chosen")
 )
 
 
@@ -79,7 +79,9 @@ def case_name(row: dict[str, Any]) -> str:
     """A row's case for people."""
     op = row["op"]
     if op == "exchange":
-        return f"exchange, {row['world']} ranks, {row['rows']} rows"
+        return f"exchange, {row['transport']}, {row['world']} ranks, {row['rows']} rows"
+    if op == "link":
+        return f"{row['collective']}, {row['world']} ranks, {row['payload']:,} B each"
     if op == "write":
         beside = f", norm and rotation, H {row['heads']}" if row["heads"] else ""
         return f"write, {row['rows']:,} rows, {row['format']}{beside}"
@@ -91,6 +93,8 @@ def case_name(row: dict[str, Any]) -> str:
         load = f"{row['batch']} x {row['context']:,}" if "context" in row else str(row.get("batch", ""))
     parts = [op, load, f"Q {row['query_len']}" if "query_len" in row else ""]
     parts += [f"H {row['heads']}" if row.get("heads", 1) > 1 else "", f"P {row['world']}" if "world" in row else ""]
+    if row.get("transport", "none") != "none" or row.get("dispatch") == "replicated":
+        parts += [row["transport"] if row["transport"] != "none" else "", row["dispatch"]]
     parts += [row.get("format", "")]
     return ", ".join(part for part in parts if part)
 
