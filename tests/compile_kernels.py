@@ -89,6 +89,7 @@ class Call:
     dtype: torch.dtype = torch.bfloat16  # of the queries
     format: str | None = None  # of the cache; None for the queries' own
     scaled: bool = False
+    sole: bool = False  # every rank of "peer" has a GPU to itself
 
     def make(self) -> None:
         """Make the call, under the facts of a target and with launches recorded."""
@@ -143,7 +144,7 @@ class Call:
 
     def exchange(self, q: torch.Tensor, cache: li.IndexCache, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """One rank of four, which shares a step if it is long."""
-        spec, ranks = self.spec, Alone()
+        spec, ranks = self.spec, Alone(self.sole)
         transport = peer.PeerTransport(spec, ranks, len(q), q.device, timedelta(seconds=1), None)
         shard, threshold = Shard(ranks.rank, ranks.world), 7 if self.planned else None
         plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, False, None)
@@ -156,12 +157,16 @@ class Call:
 
 
 class Alone:
-    """A rank that hears itself in the others' place."""
+    """A rank that hears itself in the others' place; they have other GPUs, or the same."""
 
     rank, world = 1, 4
 
+    def __init__(self, sole: bool) -> None:
+        self.sole = sole
+
     def gather(self, message: dict, timeout: timedelta) -> list[dict]:
-        return [message] * self.world
+        others = {"device": "of somebody else"} if self.sole else {}
+        return [message, *[{**message, **others}] * (self.world - 1)]
 
     def share(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
         return [tensor] * self.world
@@ -185,8 +190,8 @@ PREFILLS = [
 ]
 PEERS = [
     Call("peer"),
-    Call("peer", planned=True, query_len=4),
-    Call("peer", planned=True, query_len=16, order="block", table=16),
+    Call("peer", planned=True, query_len=4, sole=True),
+    Call("peer", planned=True, query_len=16, order="block", table=16, sole=True),
 ]
 # What MiniMax-M3 launches.
 FULL = [
@@ -231,7 +236,7 @@ PACKED = [
     Call("decode", format="fp8", scaled=True),
     Call("decode", format="nvfp4", spec=GEOMETRIES[1][0]),
     Call("prefill", format="nvfp4", spec=GEOMETRIES[2][0]),
-    Call("peer", format="fp8", dtype=E4M3, planned=True),
+    Call("peer", format="fp8", dtype=E4M3, planned=True, sole=True),
     *WRITES,
 ]
 # What has no e4m3 of its own, or another one.

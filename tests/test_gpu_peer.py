@@ -4,6 +4,7 @@
 import math
 import os
 import tempfile
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from support import NAN, OUT_OF_CACHE, Inputs, chosen, lengths, owned_heads, pla
 from torch.multiprocessing.spawn import start_processes
 
 import lightning_indexer as li
+from lightning_indexer import peer
 from lightning_indexer.ranks import run_virtual
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +127,22 @@ def test_virtual_ranks(pool, world, dispatch):
     shared = 6 if dispatch == "auto" else 15
     assert counted[0]["sharded"] - before["sharded"] == shared
     assert counted[0]["replicated"] - before["replicated"] == 15 - shared
+
+
+@pytest.mark.parametrize("dispatch", ["sharded", "auto"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_queries_that_the_scorer_sends(pool, monkeypatch, world, dispatch):
+    """As where every rank has a GPU to itself; steps so short that whoever waits in a scorer leaves room for the others'."""
+    monkeypatch.setattr(peer, "gpu_name", lambda device: threading.current_thread().name)
+    more = {"threshold": 30} if dispatch == "auto" else {}
+    ranks = Virtual(world, warm={"query_lens": (1, 4)}, dispatch=dispatch, **more)
+    assert all(indexer._batches[0].peer.sole for indexer in ranks.indexers)
+    for _ in range(4):
+        ranks.check(inputs_of(pool, SHORT, query_len=4, padding=3))
+        ranks.check(inputs_of(pool, SHORT))
+        ranks.check(inputs_of(pool, [300, 1, 0, 129]))
+        ranks.check(inputs_of(pool, SHORT), every_head=True)
+        ranks.check(inputs_of(pool, [0, 0]))
 
 
 def test_calibrated(pool):

@@ -201,6 +201,7 @@ def test_queries_that_look_like_an_empty_box(dtype):
             world,
             rows,
             0,
+            world * rows * dim // per_word,
             0,
             WORDS=dim // per_word,
             FLIP=FNUZ_NAN_FLIP if dtype == FNUZ else 0,

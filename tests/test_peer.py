@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ if torch.cuda.is_available():
 
 import interpreter
 
-from lightning_indexer.kernels.exchange import EMPTY
+from lightning_indexer import peer
+from lightning_indexer.kernels.box import EMPTY
 from lightning_indexer.ranks import ProcessRanks
 from lightning_indexer.verify.ranks import run_ranks
 
@@ -44,12 +46,14 @@ class SharedRanks(ProcessRanks):
         return list(boxes)
 
 
-def on_ranks(world: int, work: Callable[[SharedRanks], Any], *, batches: int = 1, timeout: float = 60.0) -> list[Any]:
-    """What `work` returns on each rank, with kernels interpreted."""
+def on_ranks(
+    world: int, work: Callable[[SharedRanks], Any], *, batches: int = 1, timeout: float = 60.0, sole: bool = True
+) -> list[Any]:
+    """What `work` returns on each rank, with kernels interpreted, as if every rank had a GPU to itself or all shared one."""
     boxes = torch.full((batches, world, BOX_WORDS), EMPTY.value, dtype=torch.int64).share_memory_()
 
     def run(rank: int) -> Any:
-        with interpreter.fake_device(PROGRAMS):
+        with interpreter.fake_device(PROGRAMS), mock.patch.object(peer, "gpu_name", return_value=f"GPU {sole * rank}"):
             return work(SharedRanks(boxes))
 
     return run_ranks(world, run, timeout=timeout)
@@ -94,10 +98,17 @@ def steps(spec: li.IndexerSpec) -> dict[str, Inputs]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "world", "dispatch"),
-    [(4, 2, "sharded"), (4, 2, "auto"), (4, 4, "sharded"), (2, 4, "sharded"), (4, 8, "auto")],
+    ("heads", "world", "dispatch", "sole"),
+    [
+        (4, 2, "sharded", True),
+        (4, 2, "auto", True),
+        (4, 2, "auto", False),
+        (4, 4, "sharded", False),
+        (2, 4, "sharded", True),
+        (4, 8, "auto", True),
+    ],
 )
-def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch):
+def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch, sole):
     """Steps of all kinds one after the other, own heads and all heads, both orders; "auto" shares the longer ones."""
     rules = {"init_blocks": 1, "local_blocks": 2, "tie_break": "higher"} if world == 4 else {}
     spec = spec_of(heads, **rules)
@@ -119,7 +130,7 @@ def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch):
             )
         return found | {"steps": indexer.steps()}
 
-    results = on_ranks(world, work)
+    results = on_ranks(world, work, sole=sole)
     with interpreter.fake_device(PROGRAMS):
         for name, inputs in kinds.items():
             want, by_block = dense(inputs), dense(inputs, order="block")
@@ -224,8 +235,8 @@ def test_the_count_of_steps_may_wrap():
         assert all(torch.equal(found, want[owned_heads(rank, 2, 4)]) for found in ids)
 
 
-@pytest.mark.parametrize("every_head", [False, True])
-def test_a_missing_rank_is_named(every_head):
+@pytest.mark.parametrize(("every_head", "sole"), [(False, False), (False, True), (True, True)])
+def test_a_missing_rank_is_named(every_head, sole):
     """In the queries or in the keys: the waits end, later ones do not begin, and the next call says who was missing."""
     spec = spec_of(4)
     inputs = random_inputs(spec, [64 * 5, 40], heads=4)
@@ -241,7 +252,7 @@ def test_a_missing_rank_is_named(every_head):
             told = str(caught.value)
         return told
 
-    results = on_ranks(4, work)
+    results = on_ranks(4, work, sole=sole)
     assert results[1] == "nothing"
     for rank in (0, 2, 3):
         assert f"rank {rank} of 4 waited in vain for rank 1 inside a decode step" in results[rank]

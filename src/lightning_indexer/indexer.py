@@ -302,7 +302,7 @@ class ContextParallelIndexer:
     def steps(self, micro_batch: int = 0) -> dict[str, int]:
         """How many calls of `decode` shared their work with "peer", and how many did not. Waits for the GPU."""
         peer = self._batches[micro_batch].peer
-        counted = [0, 0] if peer is None else peer.steps.tolist()
+        counted = [0, 0] if peer is None else peer.steps.tolist()[:2]
         return dict(zip(("sharded", "replicated"), counted, strict=True))
 
     @torch.no_grad()

@@ -8,19 +8,23 @@ import torch
 
 from lightning_indexer import triton_backend
 from lightning_indexer.cache import IndexCache
+from lightning_indexer.kernels import box as boxes
 from lightning_indexer.kernels import exchange as kernels
 from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters
 from lightning_indexer.ranks import Ranks, gpu_name
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
-from lightning_indexer.triton_backend import Decode, Owner, on_its_device
-from lightning_indexer.workspace import StepPlan, Workspace, power_of_two, unscored_blocks
+from lightning_indexer.triton_backend import Decode, Inbox, Owner, on_its_device
+from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
 
 WORD_BYTES = 8
 MOST_QUERY_BYTES = 2  # of an element
 FNUZ_NAN_FLIP = 0x7F7F7F7F7F7F7F7F  # turns a word of e4m3fnuz NaNs into EMPTY, and no other word
 MOST_LANES = 1024  # keys of all ranks that a program merges at once
 POLLS_PER_SECOND = 1_000_000  # looks at a box that is not filled yet: about a microsecond each
+# Programs that send queries from within the scorer. 16 of 128 threads take 16 words each of 128 rows of a head, and the first
+# that a GPU takes on are there whatever else it does.
+SENDERS = 16
 DRY = -1  # polls of a launch that neither sends nor waits
 
 
@@ -58,18 +62,19 @@ class PeerTransport:
         self.polls = min(int(timeout.total_seconds() * POLLS_PER_SECOND), 2**31 - 1)
         heads = len(self.owned)
         self.query_words = 2 * ranks.world * heads * max_rows * spec.topk  # the keys lie before the queries
-        words = self.query_words + 2 * ranks.world * heads * max_rows * spec.head_dim * MOST_QUERY_BYTES // WORD_BYTES
-        self.box = torch.full((words,), kernels.EMPTY.value, dtype=torch.int64, device=device)
+        self.query_half = ranks.world * heads * max_rows * spec.head_dim * MOST_QUERY_BYTES // WORD_BYTES
+        self.box = torch.full((self.query_words + 2 * self.query_half,), boxes.EMPTY.value, dtype=torch.int64, device=device)
         _finish(device)  # nobody may write before it is empty
         self.boxes = ranks.share(self.box, setup_timeout)
         self.addresses = torch.tensor([box.data_ptr() for box in self.boxes], dtype=torch.int64, device=device)
         self.queries = torch.zeros(max_rows * spec.num_heads * spec.head_dim, dtype=torch.int16, device=device)
-        self.steps = torch.zeros(2, dtype=torch.int32, device=device)
+        self.steps = torch.zeros(3, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         mine = gpu_name(device)
         neighbours = [message["device"] for message in ranks.gather({"device": mine}, setup_timeout)].count(mine)
         self.waiters = exchange_waiters(device_facts(device), neighbours * micro_batches)
+        self.sole = neighbours * micro_batches == 1
 
     def raise_if_failed(self) -> None:
         """Raise RuntimeError if a program of an earlier step has waited in vain, as far as it is known without waiting."""
@@ -108,14 +113,39 @@ def _decode(
     workspace: Workspace,
     dry: bool,
 ) -> None:
-    if q.shape[1] != spec.num_heads:
+    inbox = _inbox(q, transport, query_len, dry)
+    if q.shape[1] != spec.num_heads and inbox is None:
         q = _gather_queries(q, transport, plan, dry)
     shard = Shard(transport.ranks.rank, transport.ranks.world)
-    owner = Owner(transport.owned.start, len(transport.owned), transport.steps, not dry)
+    owner = Owner(transport.owned.start, len(transport.owned), transport.steps, not dry, inbox)
     free = unscored_blocks(spec, order)
     step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, shard, plan, workspace, owner)
     step.score(None)
     _exchange(step, transport, plan, order, sparse_table, out, dry)
+
+
+def _inbox(q: torch.Tensor, transport: PeerTransport, query_len: int, dry: bool) -> Inbox | None:
+    """How the other heads' queries come to the scorer itself; None where all are given, or `gather_kernel` brings them."""
+    spec, ranks = transport.spec, transport.ranks
+    words = spec.head_dim * q.element_size() // WORD_BYTES
+    policy = decode_policy(device_facts(q.device), 0)
+    awaited = words * max(16, DecodeTiling.of(spec, query_len, spec.num_heads).columns)
+    enough = awaited >= policy.num_warps * policy.warp_threads  # see `await_words`
+    given = q.shape[1] == spec.num_heads
+    if given or not transport.sole or not enough or q.dtype == torch.float8_e4m3fnuz:
+        return None
+    return Inbox(
+        transport.addresses,
+        transport.failed,
+        transport.report,
+        words,
+        transport.query_words,
+        transport.query_half,
+        spec.replicas(ranks.world),
+        transport.max_rows,
+        DRY if dry else transport.polls,
+        SENDERS,
+    )
 
 
 def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, dry: bool) -> torch.Tensor:
@@ -125,7 +155,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, d
     heads = transport.spec.num_heads
     per_word = WORD_BYTES // q.element_size()
     gathered = transport.queries.view(q.dtype)[: rows * heads * dim].view(rows, heads, dim)
-    chunks = -(-rows * owned * dim // (per_word * kernels.CHUNK.value))
+    chunks = -(-rows * owned * dim // (per_word * boxes.CHUNK.value))
     words = q.stride(0) // per_word, q.stride(1) // per_word
     policy = decode_policy(device_facts(q.device), 0)
     kernels.gather_kernel[(min(chunks, transport.waiters),)](
@@ -145,6 +175,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, d
         transport.ranks.world,
         transport.max_rows,
         transport.query_words,
+        transport.query_half,
         DRY if dry else transport.polls,
         WORDS=dim // per_word,
         FLIP=FNUZ_NAN_FLIP if q.dtype == torch.float8_e4m3fnuz else 0,
@@ -204,6 +235,8 @@ def _exchange(
         step.programs,
         transport.max_rows,
         waiters,
+        transport.query_words,
+        transport.query_half,
         DRY if dry else transport.polls,
         *out.stride()[:2],
         *triton_backend.table_strides(sparse_table),
@@ -217,6 +250,8 @@ def _exchange(
         BY_BLOCK=order == "block",
         PARTS=triton_backend.table_parts(sparse_table, spec),
         AUTO=plan.threshold is not None,
+        SOLE=transport.sole,
+        EMPTIED=0 if step.inbox is None else step.inbox.words,
         PDL=step.policy.pdl,
         **step.policy.select_options(),
     )

@@ -114,10 +114,10 @@ def decode_programs(facts: DeviceFacts, packed: bool) -> int:
 def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
     """Programs of a step that may wait for other ranks at once, where `neighbours` steps may be on its GPU at the same time.
 
-    Four per multiprocessor and GPU, of 4 warps and 72 registers a thread on Hopper. The scorer of a rank that is late (two
-    programs of up to 100 registers) and its selector still find room beside all that wait: 4 * 9 + 2 * 13 K of 64 K registers.
+    Three per multiprocessor and GPU, of 4 warps and 92 registers a thread on Hopper. The scorer of a rank that is late (two
+    programs of up to 104 registers) still finds room beside all that wait: 3 * 12 + 2 * 13 K of 64 K registers.
     """
-    return max(1, 4 * facts.processors // neighbours)
+    return max(1, 3 * facts.processors // neighbours)
 
 
 def converts_e4m3(facts: DeviceFacts) -> bool:

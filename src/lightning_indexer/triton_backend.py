@@ -284,8 +284,25 @@ class Owner:
 
     first_head: int
     heads: int
-    steps: torch.Tensor  # [2] int32: steps that were exchanged, steps that were not
+    steps: torch.Tensor  # [3] int32, as `score_kernel` has them
     count: bool  # count this step
+    inbox: "Inbox | None" = None  # where the other heads' queries come in; None if all are given
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """How queries travel within the launch that scores them; see `kernels.exchange`."""
+
+    addresses: torch.Tensor  # [P] int64, of every rank's box
+    failed: torch.Tensor
+    report: torch.Tensor
+    words: int  # of a head's queries
+    first: int  # word of a box
+    half: int  # words
+    replicas: int
+    max_rows: int
+    polls: int
+    senders: int
 
 
 class Decode:
@@ -309,7 +326,8 @@ class Decode:
         check_operands(q, cache)
         self.q, self.cache, self.block_table, self.seq_lens = q, cache, block_table, seq_lens
         self.spec, self.query_len, self.longest, self.free, self.shard = spec, query_len, longest, free, shard
-        self.requests, self.heads = len(seq_lens), q.shape[1]
+        self.requests, self.inbox = len(seq_lens), None if owner is None else owner.inbox
+        self.heads = q.shape[1] if self.inbox is None else spec.num_heads
         self.plan = plan if plan is not None and plan.shares is not None else None
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
         self.owner = owner
@@ -331,6 +349,7 @@ class Decode:
         if not self.requests:
             return
         owner, auto = self.owner, self.plan is not None and self.plan.threshold is not None
+        inbox = self.inbox
         decode_kernels.score_kernel[(self.programs, tiling.tiles)](
             as_loaded(q),
             self.pages.data,
@@ -342,6 +361,7 @@ class Decode:
             self.workspace.keys,
             self.workspace.keys if scores is None else scores,
             self.seq_lens if owner is None else owner.steps,
+            *((self.seq_lens,) * 3 if inbox is None else (inbox.addresses, inbox.failed, inbox.report)),
             self.requests,
             self.longest,
             self.free,
@@ -361,6 +381,7 @@ class Decode:
             self.pages.scale_stride,
             self.block_table.stride(0),
             *((0, 0) if scores is None else scores.stride()[:2]),
+            *((0,) * 5 if inbox is None else (inbox.first, inbox.half, inbox.replicas, inbox.max_rows, inbox.polls)),
             BLOCK=spec.block_size,
             DIM=spec.head_dim,
             COLUMNS=tiling.columns,
@@ -370,6 +391,8 @@ class Decode:
             SCORES=scores is not None,
             AUTO=auto,
             COUNT=owner is not None,
+            BOXED=0 if inbox is None else inbox.words,
+            SENDERS=0 if inbox is None else inbox.senders,
             PLANNED=self.plan is not None,
             NATIVE=self.policy.native,
             CARRY=self.policy.carry,

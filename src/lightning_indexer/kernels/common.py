@@ -71,15 +71,58 @@ def candidates(source, lane, count, width, stride):
 
 
 @triton.jit
+def largest_first(best, KEEP: tl.constexpr):
+    """`best` `[rows, KEEP]` of `keep_key` with the largest of each row in the first place, for the one that was there."""
+    lane = tl.arange(0, KEEP)[None, :]
+    largest = tl.max(best, 1)[:, None]
+    first = tl.sum(tl.where(lane == 0, best, 0), 1)[:, None]
+    return tl.where(lane == 0, largest, tl.where(best == largest, first, best))
+
+
+@triton.jit
+def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.constexpr):
+    """As `top_of`, for many runs of candidates, each with its largest in the first place.
+
+    The KEEP runs with the largest first places hold what is looked for, since no two keys are the same: a key of another run
+    has those KEEP before it.
+    """
+    lane = tl.arange(0, LANES)
+    best = top_keys(tl.load(source + lane * stride, mask=lane < runs, other=0, cache_modifier=".cg")[None, :], KEEP)
+    for first in range(LANES, runs, LANES):
+        run = first + lane
+        found = tl.load(source + run * stride, mask=run < runs, other=0, cache_modifier=".cg")
+        best = top_keys(join_keys(best, top_keys(found[None, :], KEEP), 1, KEEP), KEEP)
+    least = tl.maximum(tl.min(best), 1)  # 0 is no key
+    number = tl.arange(0, KEEP)
+    chosen = number * 0
+    count = 0
+    for first in range(0, runs, LANES):
+        run = first + lane
+        wanted = tl.load(source + run * stride, mask=run < runs, other=0, cache_modifier=".cg") >= least
+        place = count + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        chosen += tl.sum(tl.where(wanted[:, None] & (place[:, None] == number[None, :]), run[:, None], 0), 0)
+        count += tl.sum(wanted.to(tl.int32))
+    place = source + chosen[:, None] * stride + number[None, :]
+    inside = (number < count)[:, None] & (number < width)[None, :]
+    keys = tl.load(place, mask=inside, other=0, cache_modifier=".cg")
+    return top_keys(tl.reshape(keys, (1, KEEP * KEEP)), KEEP)
+
+
+@triton.jit
 def top_of(source, count, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
     """First KEEP of `count` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
 
-    One sort of the least of the three sizes that holds them; past MOST one after the other.
+    One sort of the least of the three sizes that holds them. Past MOST those of few runs, if their keys fit one sort, else
+    one sort after the other.
     """
     if count <= FEW:
         best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
     elif count <= MANY:
         best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
+    elif count <= MOST:
+        best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
+    elif KEEP * KEEP <= MOST:
+        best = top_of_runs(source, count // width, width, stride, KEEP, MOST // 4)
     else:
         best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
         for first in range(MOST, count, MOST):

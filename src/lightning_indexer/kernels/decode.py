@@ -18,14 +18,17 @@ stays in the L2.
 import triton
 import triton.language as tl
 
+from lightning_indexer.kernels.box import CHUNK, await_words, box_of, own_words, query_place, send_words
 from lightning_indexer.kernels.common import (
     block_count,
     causal_length,
     keep_key,
+    largest_first,
     masked,
     nan_max,
     no_keys,
     owned_blocks,
+    owner_of_head,
     per_unit,
     top_of,
     write_ids,
@@ -189,6 +192,21 @@ def plan_kernel(
 
 
 @triton.jit
+def await_queries(
+    box, rows, heads, wanted, parity, query_words, query_half, owned, replicas, max_rows, failed_ptr, report_ptr, polls,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Wait until the queries of some rows and heads lie in the own box; their first words there, counted in heads."""
+    source = owner_of_head(heads, owned, replicas)
+    first = query_place(query_words, query_half, parity, source, rows, heads % owned, owned, max_rows, WORDS)
+    if polls >= 0:
+        word = tl.arange(0, WORDS)[:, None]
+        awaited = wanted[None, :] & (word >= 0)
+        await_words(box + first[None, :] + word, awaited, source[None, :] + word * 0, failed_ptr, report_ptr, polls)
+    return first
+
+
+@triton.jit
 def score_share(
     tile,
     page,
@@ -221,12 +239,23 @@ def score_share(
     block_table_stride,
     scores_head_stride,
     scores_row_stride,
+    box,
+    parity,
+    query_words,
+    query_half,
+    owned,
+    replicas,
+    max_rows,
+    failed_ptr,
+    report_ptr,
+    polls,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
     HIGHER: tl.constexpr,
     SCORES: tl.constexpr,
+    BOXED: tl.constexpr,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -262,13 +291,20 @@ def score_share(
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
-            places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
             inside = (wide < query_len * heads)[None, :]
+            if BOXED > 0:
+                sent = await_queries(
+                    box, q_row, q_head, wide < query_len * heads, parity, query_words, query_half, owned, replicas, max_rows,
+                    failed_ptr, report_ptr, polls, BOXED,
+                )  # fmt: skip
+                places = (box + sent).to(q_ptr.dtype, bitcast=True)[None, :] + dims[:, None]
+            else:
+                places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
             coded: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
-            queries = load_queries(places, inside, TYPE, coded)  # [dims, COLUMNS * SPREAD]
+            queries = load_queries(places, inside, TYPE, coded, BOXED > 0)  # [dims, COLUMNS * SPREAD]
             upper = queries
             if (FORMAT != "plain") and (DIM == 128):
-                upper = load_queries(places + 64, inside, TYPE, coded)
+                upper = load_queries(places + 64, inside, TYPE, coded, BOXED > 0)
             wide_lengths = causal_length(length, wide // heads, query_len)
             lengths = causal_length(length, token, query_len)
             whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
@@ -304,7 +340,8 @@ def score_share(
                 else:
                     best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
             if not SCORES:
-                tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, tl.maximum(best, 0))
+                best = tl.maximum(largest_first(best, KEEP), 0)
+                tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, best)
         before += pages
         page = before
         request += 1
@@ -335,6 +372,11 @@ def score_share(
         "block_table_stride",
         "scores_head_stride",
         "scores_row_stride",
+        "query_words",
+        "query_half",
+        "replicas",
+        "max_rows",
+        "polls",
     ],
     do_not_specialize_on_alignment=[
         "scales_ptr",
@@ -343,10 +385,13 @@ def score_share(
         "shares_ptr",
         "scores_ptr",
         "steps_ptr",
+        "boxes_ptr",
+        "failed_ptr",
+        "report_ptr",
     ],
 )
 def score_kernel(
-    q_ptr,  # [T, H, D]
+    q_ptr,  # [T, H, D], or [T, h, D] if others' lie in boxes
     pages_ptr,  # [pages, B, row], bytes unless of 16-bit floats
     scales_ptr,  # [pages, B] f32, a factor for each key
     block_table_ptr,  # [R, max_blocks] i32
@@ -355,7 +400,10 @@ def score_kernel(
     shares_ptr,  # [programs, SHARE] i32, of plan_kernel
     keys_ptr,  # [tiles, programs + R, COLUMNS, KEEP] i64: candidates of each segment
     scores_ptr,  # [H, T, L] f32
-    steps_ptr,  # [2] i32: steps that were exchanged, steps that were not
+    steps_ptr,  # [3] i32: steps that were exchanged, that were not, and the former as the last exchange found them
+    boxes_ptr,  # [P] i64 addresses
+    failed_ptr,
+    report_ptr,
     requests,
     longest,  # tokens; a length past it counts as it
     free,  # blocks; a request that sees no more is selected whole, unscored
@@ -376,6 +424,11 @@ def score_kernel(
     block_table_stride,
     scores_head_stride,
     scores_row_stride,
+    query_words,  # where the queries begin in a box
+    query_half,  # words of a half of them
+    replicas,  # ranks that own the same heads
+    max_rows,
+    polls,  # looks for words that are not there; negative: neither send nor wait
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # query columns of a request in one tile: rows x heads, up to a power of two
@@ -385,6 +438,8 @@ def score_kernel(
     SCORES: tl.constexpr,  # write scores, and no candidates
     AUTO: tl.constexpr,  # all heads on the rank's blocks, or its own heads on all blocks, as the plan says
     COUNT: tl.constexpr,  # there are steps to count
+    BOXED: tl.constexpr,  # words of a head's queries, which a shared step sends and awaits; 0 if all heads' are given
+    SENDERS: tl.constexpr,  # programs that send them
     PLANNED: tl.constexpr,
     TYPE: tl.constexpr,  # of the products
     FORMAT: tl.constexpr,  # see kernels.formats
@@ -403,6 +458,7 @@ def score_kernel(
     q_row_stride *= per_unit(q_ptr)
     q_head_stride *= per_unit(q_ptr)
     page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
+    own_rank = rank
     if PLANNED:
         # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
         page, end, request, before, length, at_work = load_share(shares_ptr, program)
@@ -442,20 +498,37 @@ def score_kernel(
         length = tl.load(seq_lens_ptr + request * length_stride)
     if COUNT:  # noqa: SIM102 (one is for the compiler, one for the program)
         if program + tile == 0:
-            steps_ptr += tl.where(world == 1, 1, 0)
-            tl.store(steps_ptr, tl.load(steps_ptr) + count)
+            counter = steps_ptr + tl.where(world == 1, 1, 0)
+            tl.store(counter, tl.load(counter) + count)
 
     alone = world == 1 if AUTO else False
+    box = box_of(boxes_ptr, own_rank) if BOXED > 0 else steps_ptr
+    parity = program * 0
+    if BOXED > 0:
+        parity = (tl.load(steps_ptr + 2) + 1) & 1  # not from the count itself, which the first program is adding to
+        if (program < SENDERS) & (tile == 0) & (alone == 0) & (polls >= 0) & (own_rank % replicas == 0):
+            words = requests * query_len * own_heads * BOXED
+            q_words = q_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+            per_word: tl.constexpr = 64 // q_ptr.dtype.element_ty.primitive_bitwidth
+            sent = query_place(query_words, query_half, parity, own_rank, 0, 0, own_heads, max_rows, BOXED)
+            for first in range(program * CHUNK, words, SENDERS * CHUNK):
+                place = first + tl.arange(0, CHUNK)
+                inside = place < words
+                strides = q_row_stride // per_word, q_head_stride // per_word
+                word = own_words(q_words, place, inside, strides[0], strides[1], own_heads, 0, BOXED)
+                send_words(word, inside, boxes_ptr, sent + place, world, -1)
+
     if alone:
+        own_q_ptr = q_ptr if BOXED > 0 else q_ptr + first_head * q_head_stride
         if tile * OWN_COLUMNS < query_len * own_heads:
             score_share(
                 tile, page, end, request, before, length,
-                q_ptr + first_head * q_head_stride, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride,
-                keys_ptr, scores_ptr,
+                own_q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
                 requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
                 q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
                 scores_head_stride, scores_row_stride,
-                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+                box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
+                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
             )  # fmt: skip
     else:
         score_share(
@@ -464,7 +537,8 @@ def score_kernel(
             requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
             q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
             scores_head_stride, scores_row_stride,
-            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
+            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
         )  # fmt: skip
 
 

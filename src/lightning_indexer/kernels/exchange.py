@@ -6,65 +6,32 @@ the payload is its own flag. A writer stores words, each whole by itself; the re
 EMPTY, takes them, and puts EMPTY back. No fence, no barrier, no generation is needed between the two.
 
     keys     [2, P, h, max_rows, K]        from each rank, for the owner's h heads
-    queries  [2, P, max_rows, h, D / 4]    from each rank, its own heads, 4 elements of 16 bits a word; with 8 of 8 bits D / 8
+    queries  [2, P, max_rows, h, D / 4]    from each rank, its own heads, 4 elements of 16 bits a word; with 8 of 8 bits half
 
 The leading 2 is the parity of the number of exchanged steps, which is counted on the device. A rank writes into a half again
 two exchanges later. By then it has taken the keys of the exchange between, which their sender sent after it had emptied its
 half; so a word is never overwritten before it is read, whatever the ranks' speeds, and nothing waits for a barrier. Steps
-that are not exchanged do not count. Where steps of 16-bit and 8-bit queries take turns, their halves overlap: between the
-two lies an exchange of keys, which no rank sends before it has taken all queries of its step and emptied their places.
+that are not exchanged do not count.
+
+Queries travel in one of two ways. A rank that has a GPU to itself, and one step in flight, sends them from `score_kernel`,
+whose programs wait for those that they score and read them in the box; `exchange_kernel` empties their places. Else a launch
+of its own, `gather_kernel`, brings them to `[T, H, D]` first.
 
 Who waits for whom. A program waits for other ranks only when this rank has done all that they wait for in the same step, or
-can still do it beside the waiting programs: `exchange_kernel` sends the heads of others from programs that do not wait, and
-the programs that wait are few (`waiters`). No kernel behind one that waits is let onto the GPU before the waiting is over, for
-it would hold the memory that the awaited work of a rank on the same GPU may need. A wait ends after `polls` looks: the
-program notes the missing rank and goes on without it, and no later wait waits.
+can still do it beside the waiting programs. `exchange_kernel` sends the heads of others from programs that do not wait, and
+the programs that wait are few (`waiters`). In `score_kernel` the first programs to come onto the GPU send, and none waits
+before it has sent. Where ranks share a GPU, no kernel behind one that waits is let onto it before the waiting is over, for it
+would hold the memory that the awaited work of another rank may need. A wait ends after `polls` looks: the program notes the
+missing rank and goes on without it, and no later wait waits.
 """
 
 import triton
 import triton.language as tl
 
+from lightning_indexer.kernels.box import CHUNK, EMPTY, box_of, own_words, query_place, send_words, take_words
 from lightning_indexer.kernels.common import first_owned_head, owner_of_head, write_ids
 from lightning_indexer.kernels.decode import row_keys, row_place, seen_tokens
 from lightning_indexer.kernels.key import join_keys, top_keys
-
-EMPTY = tl.constexpr(-1)  # no key: those are not negative. As floats of 16 bits, or as e4m3fn: all NaN
-NAN_WORD = tl.constexpr(-2)  # what is sent for a word of queries that is EMPTY: all elements but one are still NaN
-CHUNK = tl.constexpr(512)  # words of queries that are moved at once
-
-
-@triton.jit
-def take_words(place, mask, source, failed_ptr, report_ptr, polls):
-    """Words of a box once all of them are there, leaving EMPTY in their places; EMPTY for what did not come in `polls` looks.
-
-    There must be at least as many words as threads: a word that two warps look at, each for itself, may be there for one and
-    not for the other. source: the rank that each is from. failed_ptr: 1 + a rank that was missed, on the device; report_ptr:
-    for the host.
-    """
-    words = tl.load(place, mask=mask, other=0, volatile=True)
-    missing = tl.sum((words == EMPTY).to(tl.int32))
-    failed = missing * 0
-    while (missing > 0) & (failed == 0) & (polls > 0):
-        words = tl.load(place, mask=mask, other=0, volatile=True)
-        stopped = tl.load(failed_ptr + tl.zeros_like(source), volatile=True)
-        # One sum for both, so that all threads go on alike.
-        told = tl.sum((words == EMPTY).to(tl.int32) + tl.where(stopped != 0, 65536, 0))
-        missing = told % 65536
-        failed = told // 65536
-        polls -= 1
-    if (missing > 0) & (failed == 0):
-        absent = tl.min(tl.where(words == EMPTY, source, 0x7FFFFFFF)) + 1
-        tl.store(failed_ptr, absent)
-        tl.store(report_ptr, absent, cache_modifier=".wt")
-    tl.debug_barrier()  # nobody is still looking
-    tl.store(place, tl.full(words.shape, EMPTY, tl.int64), mask=mask, cache_modifier=".wt")
-    return words
-
-
-@triton.jit
-def box_of(boxes_ptr, rank):
-    """A rank's box."""
-    return tl.load(boxes_ptr + rank).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -118,6 +85,7 @@ def take_keys(
         "world",
         "max_rows",
         "query_words",
+        "query_half",
         "polls",
     ],
     do_not_specialize_on_alignment=["world_ptr", "steps_ptr"],
@@ -127,7 +95,7 @@ def gather_kernel(
     out_ptr,  # [T, H, D] contiguous
     boxes_ptr,  # [P] i64 addresses
     world_ptr,  # i32, of the plan: ranks that share the work, 1 if each works alone
-    steps_ptr,  # [2] i32: steps that were exchanged, steps that were not
+    steps_ptr,  # [3] i32: as score_kernel has them
     failed_ptr,
     report_ptr,
     rows,
@@ -140,6 +108,7 @@ def gather_kernel(
     world,
     max_rows,
     query_words,  # where the queries begin in a box
+    query_half,  # words of a half of them
     polls,  # looks for words that are not there; negative: neither send nor wait
     WORDS: tl.constexpr,  # of D elements
     FLIP: tl.constexpr,  # bits of a word that are turned over on its way, so that EMPTY is a word of NaNs
@@ -159,38 +128,31 @@ def gather_kernel(
         shared = shared & (tl.load(world_ptr) > 1)
     parity = (tl.load(steps_ptr) + 1) & 1
     total = rows * owned * words
-    half = max_rows * owned * words  # words of a rank in a half
     first = rank % replicas == 0
 
+    half = query_place(query_words, query_half, parity, rank, 0, 0, owned, max_rows, WORDS)
     for begin in range(program * CHUNK, total, programs * CHUNK):
         place = begin + tl.arange(0, CHUNK)
         inside = place < total
-        row = place // (owned * words)
-        head = place // words % owned
-        source = row.to(tl.int64) * q_row_stride + head * q_head_stride + place % words
-        word = tl.load(q_ptr + source, mask=inside, other=0) ^ FLIP
-        word = tl.where(word == EMPTY, NAN_WORD, word)
+        word = own_words(q_ptr, place, inside, q_row_stride, q_head_stride, owned, FLIP, WORDS)
         if first | (shared == 0):
-            own = row.to(tl.int64) * heads + first_owned_head(rank, owned, replicas) + head
+            own = (place // (owned * words)).to(tl.int64) * heads + place // words % owned
+            own += first_owned_head(rank, owned, replicas)
             tl.store(out_ptr + own * words + place % words, word ^ FLIP, mask=inside)
         if first & shared:
-            for other in range(world):
-                if other != rank:
-                    box = box_of(boxes_ptr, other) + query_words + (parity * world + rank).to(tl.int64) * half
-                    tl.store(box + place, word, mask=inside, cache_modifier=".wt")
+            send_words(word, inside, boxes_ptr, half + place, world, rank)
     if shared:
-        box = box_of(boxes_ptr, rank) + query_words
         for begin in range(program * CHUNK, total, programs * CHUNK):
             place = begin + tl.arange(0, CHUNK)
             inside = place < total
-            row = place // (owned * words)
-            head = place // words % owned
             for group in range(world // replicas):
                 other = group * replicas
                 if other != rank:
-                    sent = box + (parity * world + other).to(tl.int64) * half + place
+                    sent = query_place(query_words, query_half, parity, other, 0, 0, owned, max_rows, WORDS) + place
+                    sent += box_of(boxes_ptr, rank)
                     word = take_words(sent, inside, other + place * 0, failed_ptr, report_ptr, polls)
-                    there = row.to(tl.int64) * heads + first_owned_head(other, owned, replicas) + head
+                    there = (place // (owned * words)).to(tl.int64) * heads + place // words % owned
+                    there += first_owned_head(other, owned, replicas)
                     tl.store(out_ptr + there * words + place % words, word ^ FLIP, mask=inside)
 
 
@@ -214,6 +176,8 @@ def gather_kernel(
         "programs",
         "max_rows",
         "waiters",
+        "query_words",
+        "query_half",
         "polls",
         "out_head_stride",
         "out_row_stride",
@@ -243,7 +207,7 @@ def exchange_kernel(
     before_ptr,  # [R + 1] i32, of plan_kernel
     boxes_ptr,  # [P] i64 addresses
     world_ptr,  # i32, of the plan: ranks that share the work, 1 if each works alone
-    steps_ptr,  # [2] i32: steps that were exchanged, steps that were not
+    steps_ptr,  # [3] i32: as score_kernel has them
     failed_ptr,
     report_ptr,
     out_ptr,  # [h, T, K] i32
@@ -267,6 +231,8 @@ def exchange_kernel(
     programs,
     max_rows,
     waiters,
+    query_words,  # where the queries begin in a box
+    query_half,  # words of a half of them
     polls,  # looks for words that are not there; negative: neither send nor wait
     out_head_stride,
     out_row_stride,
@@ -287,6 +253,8 @@ def exchange_kernel(
     BY_BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     AUTO: tl.constexpr,
+    SOLE: tl.constexpr,  # no other rank, and no other step of this one, shares the GPU
+    EMPTIED: tl.constexpr,  # words of a head's queries that score_kernel has read in the box; 0 if it has not
     PDL: tl.constexpr,
 ):
     """Ids of the own heads: select of the shard, send to the owners, take from all ranks, merge.
@@ -324,11 +292,13 @@ def exchange_kernel(
     )
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
     if PDL:
-        if AUTO:  # noqa: SIM102 (one is for the compiler, one for the program)
-            if at_work == 1:
-                tl.extra.cuda.gdc_launch_dependents()  # nobody will wait here
+        if SOLE | (at_work == 1):
+            tl.extra.cuda.gdc_launch_dependents()  # nobody whom somebody here will wait for needs the place
         tl.extra.cuda.gdc_wait()
-    parity = tl.load(steps_ptr) & 1  # the count may wrap
+    count = tl.load(steps_ptr)
+    parity = count & 1  # the count may wrap
+    if program == 0:
+        tl.store(steps_ptr + 2, count)
     one = tl.zeros((1,), tl.int32)
 
     while item < stop:
@@ -358,6 +328,17 @@ def exchange_kernel(
                 row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
                 BLOCK, True,
             )  # fmt: skip
+
+    if EMPTIED > 0:  # noqa: SIM102 (one is for the compiler, one for the program)
+        # Also those that nobody here has scored or waited for: what comes after its place was emptied would stay.
+        if together & own & (polls >= 0):
+            words = tl.minimum(rows, requests * query_len) * owned * EMPTIED
+            for first in range(begin * CHUNK, words, step * CHUNK):
+                place = first + tl.arange(0, CHUNK)
+                for group in range(world // replicas):
+                    source = group * replicas
+                    sent = query_place(query_words, query_half, parity, source, 0, 0, owned, max_rows, EMPTIED) + place
+                    take_words(own_box + sent, place < words, source + place * 0, failed_ptr, report_ptr, polls)
 
     if together & own:
         for mine in range(begin, stop, step):

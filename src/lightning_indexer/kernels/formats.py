@@ -79,12 +79,16 @@ def key_token(BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_queries(places, inside, TYPE: tl.constexpr, BYTES: tl.constexpr):
-    """Queries as TYPE, 0 where not inside. BYTES: of e4m3fnuz, which not every Triton has as a type."""
+def load_queries(places, inside, TYPE: tl.constexpr, BYTES: tl.constexpr, SENT: tl.constexpr):
+    """Queries as TYPE, 0 where not inside.
+
+    BYTES: of e4m3fnuz, which not every Triton has as a type. SENT: by another GPU during this launch.
+    """
+    modifier: tl.constexpr = ".cg" if SENT else ""
     if BYTES:
-        queries = float_of(tl.load(places, mask=inside, other=0), True).to(TYPE)
+        queries = float_of(tl.load(places, mask=inside, other=0, cache_modifier=modifier), True).to(TYPE)
     else:
-        queries = tl.load(places, mask=inside, other=0.0).to(TYPE)
+        queries = tl.load(places, mask=inside, other=0.0, cache_modifier=modifier).to(TYPE)
     return queries
 
 
