@@ -114,10 +114,12 @@ def decode_programs(facts: DeviceFacts, packed: bool) -> int:
 def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
     """Programs of a step that may wait for other ranks at once, where `neighbours` steps may be on its GPU at the same time.
 
-    Three per multiprocessor and GPU, of 4 warps and 92 registers a thread on Hopper. The scorer of a rank that is late (two
-    programs of up to 104 registers) still finds room beside all that wait: 3 * 12 + 2 * 13 K of 64 K registers.
+    Alone on the GPU three per multiprocessor. Else fewer in all than there are multiprocessors, so that some hold nobody who
+    waits and can take what is waited for: a multiprocessor whose programs have little shared memory may have to be rid of all
+    of them before it can give as much as the scorer wants. H200, 2026-11-30, 16 ranks on one GPU with three per
+    multiprocessor together: one step of some fifty stood still until a wait timed out.
     """
-    return max(1, 3 * facts.processors // neighbours)
+    return 3 * facts.processors if neighbours == 1 else max(1, 3 * facts.processors // 4 // neighbours)
 
 
 def converts_e4m3(facts: DeviceFacts) -> bool:

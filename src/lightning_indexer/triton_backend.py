@@ -42,6 +42,7 @@ on_gpu = True  # scratch, step plans and the peer transport are for this backend
 KERNEL_FORMATS = {"bf16": "plain", "fp16": "plain", "fp8": "fp8", "fp8_fnuz": "fp8_fnuz", "nvfp4": "nvfp4"}
 ALIGNED = 16  # bytes
 WIDE_BYTES = 2  # of an element as the matrix unit takes it, which is what prefill holds of packed keys
+MATRIX_COLUMNS = 16  # the least of a matrix product
 CANDIDATES = (128, 256, 1024)  # that one program sorts at once, by their number
 TILE_KEYS = 4096  # keys that a prefill tile holds in registers
 # Blocks of context that are worth a split. H200, 2026-11-30, 2,048 tokens without a prefix: 17.2 us with 2, 20.7 with 4.
@@ -331,7 +332,9 @@ class Decode:
         self.plan = plan if plan is not None and plan.shares is not None else None
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
         self.owner = owner
-        self.own_tiling = self.tiling if owner is None else DecodeTiling.of(spec, query_len, owner.heads)
+        # A matrix product is 16 columns wide in any case.
+        narrow = owner is None or self.tiling.columns <= MATRIX_COLUMNS
+        self.own_tiling = self.tiling if narrow else DecodeTiling.of(spec, query_len, owner.heads)
         facts, self.pages = device_facts(q.device), Pages.of(cache, q)
         shares = None if self.plan is None else self.plan.shares
         packed = is_packed(cache.format)

@@ -112,17 +112,15 @@ def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.const
 def top_of(source, count, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
     """First KEEP of `count` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
 
-    One sort of the least of the three sizes that holds them. Past MOST those of few runs, if their keys fit one sort, else
-    one sort after the other.
+    One sort of FEW or MANY, if they fit. Else a sort of their runs and one of what is in the best, if that fits; else sorts of
+    MOST, one after the other.
     """
     if count <= FEW:
         best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
     elif count <= MANY:
         best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
-    elif count <= MOST:
-        best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
-    elif KEEP * KEEP <= MOST:
-        best = top_of_runs(source, count // width, width, stride, KEEP, MOST // 4)
+    elif KEEP * KEEP <= MANY:
+        best = top_of_runs(source, count // width, width, stride, KEEP, MANY)
     else:
         best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
         for first in range(MOST, count, MOST):

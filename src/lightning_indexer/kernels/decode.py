@@ -33,7 +33,7 @@ from lightning_indexer.kernels.common import (
     top_of,
     write_ids,
 )
-from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots
+from lightning_indexer.kernels.formats import key_token, load_columns, load_page, page_dots
 from lightning_indexer.kernels.key import pack_keys
 from lightning_indexer.workspace import SHARE_FIELDS
 
@@ -249,6 +249,7 @@ def score_share(
     failed_ptr,
     report_ptr,
     polls,
+    alone,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -271,7 +272,6 @@ def score_share(
     wanted = column < query_len * heads
     token = column // heads
     head = column % heads
-    dims = key_dim(DIM, FORMAT)
     tokens = key_token(BLOCK, FORMAT)
     slot_places = tl.arange(0, COLUMNS)[:, None] * KEEP + tl.arange(0, KEEP)[None, :]
     # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
@@ -292,19 +292,16 @@ def score_share(
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
             inside = (wide < query_len * heads)[None, :]
-            if BOXED > 0:
+            places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)
+            if BOXED > 0 and alone == 0:
                 sent = await_queries(
                     box, q_row, q_head, wide < query_len * heads, parity, query_words, query_half, owned, replicas, max_rows,
                     failed_ptr, report_ptr, polls, BOXED,
                 )  # fmt: skip
-                places = (box + sent).to(q_ptr.dtype, bitcast=True)[None, :] + dims[:, None]
-            else:
-                places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
-            coded: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
-            queries = load_queries(places, inside, TYPE, coded, BOXED > 0)  # [dims, COLUMNS * SPREAD]
-            upper = queries
-            if (FORMAT != "plain") and (DIM == 128):
-                upper = load_queries(places + 64, inside, TYPE, coded, BOXED > 0)
+                places = (box + sent).to(q_ptr.dtype, bitcast=True)
+                queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, True)
+            else:  # for itself: of places that come from two branches the compiler knows too little for wide loads
+                queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, False)
             wide_lengths = causal_length(length, wide // heads, query_len)
             lengths = causal_length(length, token, query_len)
             whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
@@ -432,7 +429,7 @@ def score_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # query columns of a request in one tile: rows x heads, up to a power of two
-    OWN_COLUMNS: tl.constexpr,  # the same of the rank's own heads
+    OWN_COLUMNS: tl.constexpr,  # the same of the rank's own heads, where that saves work
     KEEP: tl.constexpr,  # K up to a power of two
     HIGHER: tl.constexpr,
     SCORES: tl.constexpr,  # write scores, and no candidates
@@ -518,28 +515,32 @@ def score_kernel(
                 word = own_words(q_words, place, inside, strides[0], strides[1], own_heads, 0, BOXED)
                 send_words(word, inside, boxes_ptr, sent + place, world, -1)
 
-    if alone:
-        own_q_ptr = q_ptr if BOXED > 0 else q_ptr + first_head * q_head_stride
-        if tile * OWN_COLUMNS < query_len * own_heads:
+    if AUTO and BOXED == 0:
+        q_ptr += tl.where(alone, first_head * q_head_stride, 0)
+    if AUTO and OWN_COLUMNS == COLUMNS:
+        heads = tl.where(alone, own_heads, heads)
+    if AUTO and OWN_COLUMNS < COLUMNS:  # noqa: SIM102 (one is for the compiler, one for the program)
+        if alone:
+            end = tl.where(tile * OWN_COLUMNS < query_len * own_heads, end, page)
             score_share(
                 tile, page, end, request, before, length,
-                own_q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+                q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
                 requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
                 q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
                 scores_head_stride, scores_row_stride,
-                box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
+                box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
                 BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
             )  # fmt: skip
-    else:
-        score_share(
-            tile, page, end, request, before, length,
-            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
-            requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
-            q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
-            scores_head_stride, scores_row_stride,
-            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
-            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
-        )  # fmt: skip
+            return
+    score_share(
+        tile, page, end, request, before, length,
+        q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+        requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
+        q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
+        scores_head_stride, scores_row_stride,
+        box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
+        BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -93,6 +93,18 @@ def load_queries(places, inside, TYPE: tl.constexpr, BYTES: tl.constexpr, SENT: 
 
 
 @triton.jit
+def load_columns(places, inside, DIM: tl.constexpr, TYPE: tl.constexpr, FORMAT: tl.constexpr, SENT: tl.constexpr):
+    """Queries that begin at `places` `[columns]`, as `page_dots` takes them: `[dims, columns]`, and the upper dims."""
+    places = places[None, :] + key_dim(DIM, FORMAT)[:, None]
+    coded: tl.constexpr = places.dtype.element_ty == tl.uint8
+    queries = load_queries(places, inside, TYPE, coded, SENT)
+    upper = queries
+    if (FORMAT != "plain") and (DIM == 128):
+        upper = load_queries(places + 64, inside, TYPE, coded, SENT)
+    return queries, upper
+
+
+@triton.jit
 def load_page(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
     """One page as it is stored; a page id outside the cache is clamped into it. Three tensors, as `page_dots` takes them."""
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)

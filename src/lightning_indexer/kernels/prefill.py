@@ -195,10 +195,10 @@ def prefill_kernel(
     whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
     places = q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None].to(tl.int64) * q_head_stride + dims[None, :]
     coded: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
-    queries = load_queries(places, wanted[:, None], TYPE, coded)  # [COLUMNS, dims]
+    queries = load_queries(places, wanted[:, None], TYPE, coded, False)  # [COLUMNS, dims]
     upper = queries
     if (FORMAT != "plain") and (DIM == 128):
-        upper = load_queries(places + 64, wanted[:, None], TYPE, coded)
+        upper = load_queries(places + 64, wanted[:, None], TYPE, coded, False)
     table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
     best = no_keys(COLUMNS, KEEP)
     # One page id ahead, so that its load is never waited for.
