@@ -8,6 +8,9 @@ request, and keeps the KEEP best keys per column in registers, which it leaves i
 `select_kernel` merges what the segments of its row's request left. The key order is total, so neither the cut nor the
 order of arrival can change a result.
 
+Packed keys leave no instructions to spare: there the best are taken from RECENT pages at once. Until then each warp keeps the
+maxima of its own tokens, so that no page waits for a barrier of the selection.
+
 Nothing waits for anything within a launch. On GPUs with programmatic dependent launch the second kernel is on the GPU while
 the first still runs. A step plan (`plan_kernel`) saves both from finding shares and requests in every layer.
 
@@ -30,11 +33,12 @@ from lightning_indexer.kernels.common import (
     top_of,
     write_ids,
 )
-from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots
-from lightning_indexer.kernels.key import pack_keys
+from lightning_indexer.kernels.formats import WARPS, key_dim, key_token, load_page, load_queries, page_dots
+from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 from lightning_indexer.workspace import SHARE_FIELDS
 
 LENGTHS = tl.constexpr(128)  # lengths looked at at once
+RECENT = tl.constexpr(16)  # pages of packed keys whose scores are selected from at once
 SHARE = tl.constexpr(SHARE_FIELDS)
 
 
@@ -189,6 +193,59 @@ def plan_kernel(
 
 
 @triton.jit
+def distinct(dots, COLUMNS: tl.constexpr):
+    """One copy of each column `[B, COLUMNS]` of a product: threads leave out what they have twice."""
+    BLOCK: tl.constexpr = dots.shape[0]
+    if COLUMNS < dots.shape[1]:
+        dots, _ = tl.split(dots.reshape(BLOCK, dots.shape[1] // 2, 2))
+        if COLUMNS < dots.shape[1]:
+            dots, _ = tl.split(dots.reshape(BLOCK, 2, COLUMNS).permute(0, 2, 1))
+    return dots
+
+
+@triton.jit
+def warp_maxima(dots):
+    """Maxima `[WARPS, 1, columns]` of dots `[B, columns]`: each warp's of the rows of the product that it has."""
+    BLOCK: tl.constexpr = dots.shape[0]
+    dots = dots.reshape(BLOCK // (16 * WARPS), WARPS, 2, 8, dots.shape[1])
+    dots = tl.reduce(tl.reduce(dots, 0, nan_max), 1, nan_max)  # of a thread
+    return tl.reduce(dots, 1, nan_max)[:, None, :]
+
+
+@triton.jit
+def settled(
+    best, recent, first, last, more, visible, scores_place, init_blocks, local_blocks, rank, world,
+    COLUMNS: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """The best keys after pages `first` to `last`, whose maxima are `recent`; or their scores are written.
+
+    Not `more` if there were no pages before them.
+    """
+    scores = tl.trans(tl.reduce(recent, 0, nan_max))
+    HELD: tl.constexpr = scores.shape[0]
+    if COLUMNS < HELD:
+        scores = tl.reduce(scores.reshape(COLUMNS, HELD // COLUMNS, RECENT), 1, nan_max)
+    # Every warp has all scores. This leaves each with columns of its own, which it then sorts alone.
+    scores = tl.gather(scores, tl.broadcast_to(tl.arange(0, RECENT)[None, :], (COLUMNS, RECENT)), 1)
+    index = first + tl.arange(0, RECENT)[None, :]
+    block = index * world + rank
+    if SCORES:
+        tl.store(scores_place[:, None] + index, scores, mask=(index < last) & (block < visible[:, None]))
+    else:
+        keys = pack_keys(scores, block, visible[:, None], init_blocks, local_blocks, HIGHER)
+        keys = tl.where(index < last, keys, 0)
+        if RECENT > KEEP:
+            keys = top_keys(keys, KEEP)
+        for _ in tl.static_range(2):  # K is at most 64
+            if keys.shape[1] < KEEP:  # the selector reads the first keys of a short segment
+                keys = tl.join(keys, tl.zeros_like(keys)).permute(0, 2, 1).reshape(COLUMNS, 2 * keys.shape[1])
+        if more:
+            keys = top_keys(join_keys(best, keys, COLUMNS, KEEP), KEEP)
+        best = keys
+    return best
+
+
+@triton.jit
 def score_share(
     tile,
     page,
@@ -236,8 +293,16 @@ def score_share(
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
     tl.static_assert(not (CARRY and SCALED))  # with CARRY `this_page` is the page that is loaded, not the one that is scored
-    SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
-    wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
+    # More columns leave no registers for it. Pages of 16 bits wait for memory, and take nearly all that is shared.
+    DEFERRED: tl.constexpr = COLUMNS <= 16 and FORMAT != "plain"
+    # A matrix product is at least 16 wide: columns are repeated, so that a thread has all of its copies but of four columns.
+    WIDE: tl.constexpr = max(COLUMNS, 16)
+    HELD: tl.constexpr = max(COLUMNS, 4)
+    wide = tl.arange(0, WIDE)
+    if WIDE > HELD:
+        wide = wide // 2 % HELD
+    wide = tile * COLUMNS + wide * COLUMNS // HELD
+    held = tile * COLUMNS + tl.arange(0, HELD) * COLUMNS // HELD
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     wanted = column < query_len * heads
     token = column // heads
@@ -265,11 +330,11 @@ def score_share(
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
             inside = (wide < query_len * heads)[None, :]
             coded: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
-            queries = load_queries(places, inside, TYPE, coded)  # [dims, COLUMNS * SPREAD]
+            queries = load_queries(places, inside, TYPE, coded)  # [dims, WIDE]
             upper = queries
             if (FORMAT != "plain") and (DIM == 128):
                 upper = load_queries(places + 64, inside, TYPE, coded)
-            wide_lengths = causal_length(length, wide // heads, query_len)
+            held_lengths = causal_length(length, held // heads, query_len)
             lengths = causal_length(length, token, query_len)
             whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
             visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
@@ -279,6 +344,10 @@ def score_share(
                 every = tl.arange(0, KEEP)[None, :] * world + rank
                 nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
                 best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
+            row = (request * query_len + token).to(tl.int64)
+            scores_place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
+            recent = tl.zeros((WARPS, RECENT, HELD), tl.float32)
+            oldest = first
             for index in tl.range(first, last, num_stages=STAGES):
                 block = index * world + rank
                 this_page = next_page
@@ -289,20 +358,34 @@ def score_share(
                 else:
                     one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
                     dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
+                dots = distinct(dots, HELD)
                 if SCALED:
                     scored = tl.minimum(tl.maximum(this_page, 0), num_pages - 1).to(tl.int64)
                     dots *= tl.load(scales_ptr + scored * scales_stride + tokens)[:, None]
                 if block >= whole:
-                    dots = masked(dots, block * BLOCK + tokens, wide_lengths)
-                scores = tl.reduce(dots, 0, nan_max)
-                if COLUMNS <= 16:  # also where SPREAD is 1: `best` takes fewer registers than in the layout of the product
-                    scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
-                if SCORES:
-                    row = (request * query_len + token).to(tl.int64)
-                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
-                    tl.store(place, scores, mask=block < visible)
+                    dots = masked(dots, block * BLOCK + tokens, held_lengths)
+                if DEFERRED:
+                    if index == oldest + RECENT:
+                        best = settled(
+                            best, recent, oldest, index, oldest > first, visible, scores_place, init_blocks, local_blocks,
+                            rank, world, COLUMNS, KEEP, HIGHER, SCORES,
+                        )  # fmt: skip
+                        oldest = index
+                    recent = tl.where((tl.arange(0, RECENT) == index - oldest)[None, :, None], warp_maxima(dots), recent)
                 else:
-                    best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
+                    scores = tl.reduce(dots, 0, nan_max)
+                    if COLUMNS <= 16:  # also where HELD is COLUMNS: `best` takes fewer registers than in the product's layout
+                        scores = tl.gather(scores, tl.arange(0, COLUMNS) * (HELD // COLUMNS), 0)
+                    if SCORES:
+                        tl.store(scores_place + index, scores, mask=block < visible)
+                    else:
+                        best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
+            if DEFERRED:  # noqa: SIM102 (one is for the compiler, one for the program)
+                if oldest < last:
+                    best = settled(
+                        best, recent, oldest, last, oldest > first, visible, scores_place, init_blocks, local_blocks,
+                        rank, world, COLUMNS, KEEP, HIGHER, SCORES,
+                    )  # fmt: skip
             if not SCORES:
                 tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, tl.maximum(best, 0))
         before += pages
