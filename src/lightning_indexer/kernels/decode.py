@@ -33,7 +33,7 @@ from lightning_indexer.kernels.common import (
     top_of,
     write_ids,
 )
-from lightning_indexer.kernels.formats import WARPS, key_dim, key_token, load_page, load_queries, page_dots
+from lightning_indexer.kernels.formats import WARPS, key_dim, key_token, load_page, load_queries, page_dots, page_place
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 from lightning_indexer.workspace import SHARE_FIELDS
 
@@ -323,7 +323,7 @@ def score_share(
             # One page id ahead, so that its load is never waited for; with CARRY also a page.
             next_page = tl.load(table_row + first * world + rank)
             if CARRY:
-                one, two, three = load_page(pages_ptr, next_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
+                one, two, three = load_page(page_place(pages_ptr, next_page, page_stride, num_pages), BLOCK, DIM, FORMAT)
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
@@ -352,12 +352,12 @@ def score_share(
                 block = index * world + rank
                 this_page = next_page
                 next_page = tl.load(table_row + tl.minimum(index + 1 + CARRY, last - 1) * world + rank)
-                if CARRY:
-                    dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
-                    one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
-                else:
-                    one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
-                    dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
+                place = page_place(pages_ptr, this_page, page_stride, num_pages)
+                if not CARRY:
+                    one, two, three = load_page(place, BLOCK, DIM, FORMAT)
+                dots, one, two, three = page_dots(
+                    one, two, three, place, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False, CARRY
+                )
                 dots = distinct(dots, HELD)
                 if SCALED:
                     scored = tl.minimum(tl.maximum(this_page, 0), num_pages - 1).to(tl.int64)

@@ -94,35 +94,50 @@ def load_queries(places, inside, TYPE: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def load_page(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """One page as it is stored; a page id outside the cache is clamped into it. Three tensors, as `page_dots` takes them."""
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-    start = pages_ptr + page * page_stride
+def page_place(pages_ptr, page, page_stride, num_pages):
+    """Where a page is stored; a page id outside the cache is clamped into it."""
+    return pages_ptr + tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64) * page_stride
+
+
+@triton.jit
+def load_page(place, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """One page as it is stored. Three tensors, as `page_dots` takes them."""
     token = tl.arange(0, BLOCK)
     if FORMAT == "plain":
-        first = tl.load(start + token[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        first = tl.load(place + token[:, None] * DIM + tl.arange(0, DIM)[None, :])
         second = first
         scales = first
     elif FORMAT == "nvfp4":
-        group = tl.arange(0, 4)
-        if DIM == 128:
-            row: tl.constexpr = 9  # 8-byte words of a token
-            start = start.to(tl.pointer_type(tl.int64), bitcast=True)
-            first = tl.load(start + token[:, None] * row + group[None, :])
-            second = tl.load(start + token[:, None] * row + (4 + group)[None, :])
-            scales = tl.load(for_all_groups(start + token * row + 8, BLOCK))
-        else:  # rows are aligned to 4 bytes only
-            start = start.to(tl.pointer_type(tl.int32), bitcast=True)
-            place = start + token[:, None] * 9 + group[None, :] * 2
-            first = (tl.load(place).to(tl.int64) & 0xFFFFFFFF) | (tl.load(place + 1).to(tl.int64) << 32)
-            second = first
-            scales = tl.load(for_all_groups(start + token * 9 + 8, BLOCK)).to(tl.int64)
+        first = load_codes(place, 0, BLOCK, DIM)
+        second = load_codes(place, 4, BLOCK, DIM) if DIM == 128 else first
+        scales = load_scales(place, BLOCK, DIM)
     else:
-        start = start.to(tl.pointer_type(tl.int32), bitcast=True)
-        first = tl.load(start + token[:, None] * (DIM // 4) + tl.arange(0, DIM // 4)[None, :])
+        place = place.to(tl.pointer_type(tl.int32), bitcast=True)
+        first = tl.load(place + token[:, None] * (DIM // 4) + tl.arange(0, DIM // 4)[None, :])
         second = first
         scales = first
     return first, second, scales
+
+
+@triton.jit
+def load_codes(place, GROUP: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Codes of four groups of an NVFP4 page, 16 in 8 bytes `[B, 4]`."""
+    token = tl.arange(0, BLOCK)
+    group = GROUP + tl.arange(0, 4)
+    if DIM == 128:
+        codes = tl.load(place.to(tl.pointer_type(tl.int64), bitcast=True) + token[:, None] * 9 + group[None, :])
+    else:  # rows are aligned to 4 bytes only
+        word = place.to(tl.pointer_type(tl.int32), bitcast=True) + token[:, None] * 9 + group[None, :] * 2
+        codes = (tl.load(word).to(tl.int64) & 0xFFFFFFFF) | (tl.load(word + 1).to(tl.int64) << 32)
+    return codes
+
+
+@triton.jit
+def load_scales(place, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """All scales of each token of an NVFP4 page in 8 bytes, for each of its four threads `[B, 4]`."""
+    word: tl.constexpr = tl.int64 if DIM == 128 else tl.int32
+    place = place.to(tl.pointer_type(word), bitcast=True)
+    return tl.load(for_all_groups(place + tl.arange(0, BLOCK) * 9 + 8, BLOCK)).to(tl.int64)
 
 
 @triton.jit
@@ -137,10 +152,13 @@ def for_all_groups(places, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_dots(
-    first, second, scales, queries, upper, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr, TURNED: tl.constexpr,
+    first, second, scales, next_place, queries, upper, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr, TURNED: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
     """Dot products of a page loaded by `load_page`, tokens as in `key_token`: `[B, columns]` float32.
+
+    With them the page itself, or with CARRY the one at `next_place`, of which each part is loaded as soon as the same part
+    of this page has been read.
 
     queries `[dims, columns]` of the dims of `key_dim`, and with packed formats `upper` of the dims 64 further on. TURNED:
     queries `[columns, dims]`, products `[columns, B]`; a sum over the dims has the same bits. NATIVE: the GPU converts e4m3.
@@ -156,6 +174,9 @@ def page_dots(
         if FORMAT == "nvfp4":
             low_scale, high_scale = group_scales(scales, NATIVE)
             low = e4m3_words(first, low_scale, NATIVE)
+            if CARRY:
+                first = load_codes(next_place, 0, BLOCK, DIM)
+                scales = load_scales(next_place, BLOCK, DIM)
             if DIM == 128:
                 high = e4m3_words(second, high_scale, NATIVE)
         elif DIM == 128:
@@ -169,12 +190,14 @@ def page_dots(
         else:
             dots = tl.dot(keys, queries, out_dtype=tl.float32)
         if DIM == 128:
+            if CARRY:
+                second = load_codes(next_place, 4, BLOCK, DIM)
             keys = keys_of(high, BLOCK, TYPE, FNUZ, NATIVE)
             if TURNED:
                 dots = tl.dot(upper, tl.trans(keys), dots, out_dtype=tl.float32)
             else:
                 dots = tl.dot(keys, upper, dots, out_dtype=tl.float32)
-    return dots
+    return dots, first, second, scales
 
 
 @triton.jit
