@@ -39,8 +39,8 @@ from lightning_indexer.spec import IndexerSpec, Shard
 # has a table on the stack, which no angle here reaches. The others put a few addresses there, outside their loops.
 STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24, "write_kernel": 32}
 # With keys of 8 bits and less, the same limit costs the prefill kernel some more, and lets four programs of the scorer onto a
-# multiprocessor; its tile of 64 columns holds the most that there are.
-PACKED_STACK_ALLOWED = {"prefill_kernel": 424, "score_kernel": 192}
+# multiprocessor; it puts a little there for its sort, which runs once in 16 pages.
+PACKED_STACK_ALLOWED = {"prefill_kernel": 424, "score_kernel": 128}
 
 KIB = 1024
 

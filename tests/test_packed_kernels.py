@@ -23,6 +23,7 @@ import triton.language as tl
 
 import lightning_indexer as li
 from lightning_indexer import reference, torch_backend, triton_backend
+from lightning_indexer.kernels.decode import RECENT
 from lightning_indexer.kernels.exchange import gather_kernel
 from lightning_indexer.kernels.formats import WARPS, e4m3_code, e4m3_of, float_of, key_dim, key_token
 from lightning_indexer.peer import FNUZ_NAN_FLIP
@@ -46,10 +47,11 @@ class Case:
     heads: int = 2
     query_len: int = 1
     tokens: tuple[int, ...] = (300, 0, 65, 600)
+    topk: int = 3
 
     @property
     def spec(self) -> IndexerSpec:
-        return IndexerSpec(num_heads=self.heads, head_dim=self.head_dim, block_size=self.block_size, topk=3)
+        return IndexerSpec(num_heads=self.heads, head_dim=self.head_dim, block_size=self.block_size, topk=self.topk)
 
     def make(self) -> tuple[Inputs, li.IndexCache]:
         """Inputs whose pages are what the cache's bytes mean; tokens that no request holds are NaN."""
@@ -148,6 +150,27 @@ def test_by_block_with_a_table(format):
             assert torch.equal(got, want)
             assert torch.equal(tables[1].block_table_out, tables[0].block_table_out)
             assert torch.equal(tables[1].context_lens_out, tables[0].context_lens_out)
+
+
+@pytest.mark.parametrize(("topk", "heads", "query_len"), [(2, 1, 2), (16, 1, 1), (16, 4, 4), (64, 4, 1)])
+def test_more_pages_than_are_selected_from_at_once(topk, heads, query_len):
+    """Segments of 36 pages: two rounds of 16 and a rest."""
+    assert RECENT.value == 16
+    case = Case("fp8", head_dim=64, block_size=64, heads=heads, query_len=query_len, tokens=(4480, 90), topk=topk)
+    inputs, cache = case.make()
+    spec, rows = inputs.spec, len(inputs.q)
+    step = (inputs.q, cache, inputs.block_table, inputs.seq_lens, spec, query_len, inputs.block_table.shape[1] * 64)
+    with interpreter.fake_device(2, topk=topk, vendor="amd"):
+        scores = torch.full((heads, rows, inputs.block_table.shape[1]), -77.0)
+        triton_backend.score_blocks(*step, Shard(), scores)
+        ids = torch.full((heads, rows, topk), -77, dtype=torch.int32)
+        triton_backend.decode(*step, "score", None, ids, None, None)
+    wide = replace(inputs, q=inputs.q.float())
+    exact = reference.scores(*wide.arguments, block_size=64, query_len=query_len, dtype=torch.float64)
+    seen = exact > -torch.inf
+    assert torch.equal(scores != -77, seen)
+    assert torch.allclose(scores[seen].double(), exact[seen], rtol=0, atol=1e-3)
+    assert torch.equal(ids, selection(inputs, scores))
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])

@@ -8,6 +8,9 @@ request, and keeps the KEEP best keys per column in registers, which it leaves i
 `select_kernel` merges what the segments of its row's request left. The key order is total, so neither the cut nor the
 order of arrival can change a result.
 
+Packed keys leave no instructions to spare: there the best are taken from RECENT pages at once. Until then each warp keeps the
+maxima of its own tokens, so that no page waits for a barrier of the selection.
+
 Nothing waits for anything within a launch. On GPUs with programmatic dependent launch the second kernel is on the GPU while
 the first still runs. A step plan (`plan_kernel`) saves both from finding shares and requests in every layer.
 
@@ -33,11 +36,12 @@ from lightning_indexer.kernels.common import (
     top_of,
     write_ids,
 )
-from lightning_indexer.kernels.formats import key_token, load_columns, load_page, page_dots
-from lightning_indexer.kernels.key import pack_keys
+from lightning_indexer.kernels.formats import WARPS, key_token, load_columns, load_page, page_dots, page_place
+from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 from lightning_indexer.workspace import SHARE_FIELDS
 
 LENGTHS = tl.constexpr(128)  # lengths looked at at once
+RECENT = tl.constexpr(16)  # pages of packed keys whose scores are selected from at once
 SHARE = tl.constexpr(SHARE_FIELDS)
 
 
@@ -207,6 +211,59 @@ def await_queries(
 
 
 @triton.jit
+def distinct(dots, COLUMNS: tl.constexpr):
+    """One copy of each column `[B, COLUMNS]` of a product: threads leave out what they have twice."""
+    BLOCK: tl.constexpr = dots.shape[0]
+    if COLUMNS < dots.shape[1]:
+        dots, _ = tl.split(dots.reshape(BLOCK, dots.shape[1] // 2, 2))
+        if COLUMNS < dots.shape[1]:
+            dots, _ = tl.split(dots.reshape(BLOCK, 2, COLUMNS).permute(0, 2, 1))
+    return dots
+
+
+@triton.jit
+def warp_maxima(dots):
+    """Maxima `[WARPS, 1, columns]` of dots `[B, columns]`: each warp's of the rows of the product that it has."""
+    BLOCK: tl.constexpr = dots.shape[0]
+    dots = dots.reshape(BLOCK // (16 * WARPS), WARPS, 2, 8, dots.shape[1])
+    dots = tl.reduce(tl.reduce(dots, 0, nan_max), 1, nan_max)  # of a thread
+    return tl.reduce(dots, 1, nan_max)[:, None, :]
+
+
+@triton.jit
+def settled(
+    best, recent, first, last, more, visible, scores_place, init_blocks, local_blocks, rank, world,
+    COLUMNS: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """The best keys after pages `first` to `last`, whose maxima are `recent`; or their scores are written.
+
+    Not `more` if there were no pages before them.
+    """
+    scores = tl.trans(tl.reduce(recent, 0, nan_max))
+    HELD: tl.constexpr = scores.shape[0]
+    if COLUMNS < HELD:
+        scores = tl.reduce(scores.reshape(COLUMNS, HELD // COLUMNS, RECENT), 1, nan_max)
+    # Every warp has all scores. This leaves each with columns of its own, which it then sorts alone.
+    scores = tl.gather(scores, tl.broadcast_to(tl.arange(0, RECENT)[None, :], (COLUMNS, RECENT)), 1)
+    index = first + tl.arange(0, RECENT)[None, :]
+    block = index * world + rank
+    if SCORES:
+        tl.store(scores_place[:, None] + index, scores, mask=(index < last) & (block < visible[:, None]))
+    else:
+        keys = pack_keys(scores, block, visible[:, None], init_blocks, local_blocks, HIGHER)
+        keys = tl.where(index < last, keys, 0)
+        if RECENT > KEEP:
+            keys = top_keys(keys, KEEP)
+        for _ in tl.static_range(2):  # K is at most 64
+            if keys.shape[1] < KEEP:  # the selector reads the first keys of a short segment
+                keys = tl.join(keys, tl.zeros_like(keys)).permute(0, 2, 1).reshape(COLUMNS, 2 * keys.shape[1])
+        if more:
+            keys = top_keys(join_keys(best, keys, COLUMNS, KEEP), KEEP)
+        best = keys
+    return best
+
+
+@triton.jit
 def score_share(
     tile,
     page,
@@ -266,8 +323,16 @@ def score_share(
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
     tl.static_assert(not (CARRY and SCALED))  # with CARRY `this_page` is the page that is loaded, not the one that is scored
-    SPREAD: tl.constexpr = 1 if COLUMNS >= 16 else 16 // COLUMNS  # a matrix product is at least 16 wide: repeat columns
-    wide = tile * COLUMNS + tl.arange(0, COLUMNS * SPREAD) // SPREAD
+    # More columns leave no registers for it. Pages of 16 bits wait for memory, and take nearly all that is shared.
+    DEFERRED: tl.constexpr = COLUMNS <= 16 and FORMAT != "plain"
+    # A matrix product is at least 16 wide: columns are repeated, so that a thread has all of its copies but of four columns.
+    WIDE: tl.constexpr = max(COLUMNS, 16)
+    HELD: tl.constexpr = max(COLUMNS, 4)
+    wide = tl.arange(0, WIDE)
+    if WIDE > HELD:
+        wide = wide // 2 % HELD
+    wide = tile * COLUMNS + wide * COLUMNS // HELD
+    held = tile * COLUMNS + tl.arange(0, HELD) * COLUMNS // HELD
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     wanted = column < query_len * heads
     token = column // heads
@@ -287,7 +352,7 @@ def score_share(
             # One page id ahead, so that its load is never waited for; with CARRY also a page.
             next_page = tl.load(table_row + first * world + rank)
             if CARRY:
-                one, two, three = load_page(pages_ptr, next_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
+                one, two, three = load_page(page_place(pages_ptr, next_page, page_stride, num_pages), BLOCK, DIM, FORMAT)
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
@@ -302,7 +367,7 @@ def score_share(
                 queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, True)
             else:  # for itself: of places that come from two branches the compiler knows too little for wide loads
                 queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, False)
-            wide_lengths = causal_length(length, wide // heads, query_len)
+            held_lengths = causal_length(length, held // heads, query_len)
             lengths = causal_length(length, token, query_len)
             whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
             visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
@@ -312,30 +377,48 @@ def score_share(
                 every = tl.arange(0, KEEP)[None, :] * world + rank
                 nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
                 best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
+            row = (request * query_len + token).to(tl.int64)
+            scores_place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
+            recent = tl.zeros((WARPS, RECENT, HELD), tl.float32)
+            oldest = first
             for index in tl.range(first, last, num_stages=STAGES):
                 block = index * world + rank
                 this_page = next_page
                 next_page = tl.load(table_row + tl.minimum(index + 1 + CARRY, last - 1) * world + rank)
-                if CARRY:
-                    dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
-                    one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
-                else:
-                    one, two, three = load_page(pages_ptr, this_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
-                    dots = page_dots(one, two, three, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False)
+                place = page_place(pages_ptr, this_page, page_stride, num_pages)
+                if not CARRY:
+                    one, two, three = load_page(place, BLOCK, DIM, FORMAT)
+                dots, one, two, three = page_dots(
+                    one, two, three, place, queries, upper, BLOCK, DIM, FORMAT, NATIVE, False, CARRY
+                )
+                dots = distinct(dots, HELD)
                 if SCALED:
                     scored = tl.minimum(tl.maximum(this_page, 0), num_pages - 1).to(tl.int64)
                     dots *= tl.load(scales_ptr + scored * scales_stride + tokens)[:, None]
                 if block >= whole:
-                    dots = masked(dots, block * BLOCK + tokens, wide_lengths)
-                scores = tl.reduce(dots, 0, nan_max)
-                if COLUMNS <= 16:  # also where SPREAD is 1: `best` takes fewer registers than in the layout of the product
-                    scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
-                if SCORES:
-                    row = (request * query_len + token).to(tl.int64)
-                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
-                    tl.store(place, scores, mask=block < visible)
+                    dots = masked(dots, block * BLOCK + tokens, held_lengths)
+                if DEFERRED:
+                    if index == oldest + RECENT:
+                        best = settled(
+                            best, recent, oldest, index, oldest > first, visible, scores_place, init_blocks, local_blocks,
+                            rank, world, COLUMNS, KEEP, HIGHER, SCORES,
+                        )  # fmt: skip
+                        oldest = index
+                    recent = tl.where((tl.arange(0, RECENT) == index - oldest)[None, :, None], warp_maxima(dots), recent)
                 else:
-                    best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
+                    scores = tl.reduce(dots, 0, nan_max)
+                    if COLUMNS <= 16:  # also where HELD is COLUMNS: `best` takes fewer registers than in the product's layout
+                        scores = tl.gather(scores, tl.arange(0, COLUMNS) * (HELD // COLUMNS), 0)
+                    if SCORES:
+                        tl.store(scores_place + index, scores, mask=block < visible)
+                    else:
+                        best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
+            if DEFERRED:  # noqa: SIM102 (one is for the compiler, one for the program)
+                if oldest < last:
+                    best = settled(
+                        best, recent, oldest, last, oldest > first, visible, scores_place, init_blocks, local_blocks,
+                        rank, world, COLUMNS, KEEP, HIGHER, SCORES,
+                    )  # fmt: skip
             if not SCORES:
                 best = tl.maximum(largest_first(best, KEEP), 0)
                 tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, best)
@@ -493,11 +576,11 @@ def score_kernel(
             if requests > 1:
                 request, before = request_of(page, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
         length = tl.load(seq_lens_ptr + request * length_stride)
-    if COUNT:  # noqa: SIM102 (one is for the compiler, one for the program)
-        if program + tile == 0:
-            counter = steps_ptr + tl.where(world == 1, 1, 0)
-            tl.store(counter, tl.load(counter) + count)
-
+    if COUNT:
+        # Loaded here and stored at the end: the first program has pages to score, too, and would wait for the load.
+        counter = steps_ptr + tl.where(world == 1, 1, 0)
+        counts = program + tile == 0
+        counted = tl.load(counter, mask=counts, other=0)
     alone = world == 1 if AUTO else False
     box = box_of(boxes_ptr, own_rank) if BOXED > 0 else steps_ptr
     parity = program * 0
@@ -519,28 +602,30 @@ def score_kernel(
         q_ptr += tl.where(alone, first_head * q_head_stride, 0)
     if AUTO and OWN_COLUMNS == COLUMNS:
         heads = tl.where(alone, own_heads, heads)
-    if AUTO and OWN_COLUMNS < COLUMNS:  # noqa: SIM102 (one is for the compiler, one for the program)
-        if alone:
-            end = tl.where(tile * OWN_COLUMNS < query_len * own_heads, end, page)
-            score_share(
-                tile, page, end, request, before, length,
-                q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
-                requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
-                q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
-                scores_head_stride, scores_row_stride,
-                box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
-                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
-            )  # fmt: skip
-            return
-    score_share(
-        tile, page, end, request, before, length,
-        q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
-        requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
-        q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
-        scores_head_stride, scores_row_stride,
-        box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
-        BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
-    )  # fmt: skip
+    apart = alone if OWN_COLUMNS < COLUMNS else False
+    if apart:
+        end = tl.where(tile * OWN_COLUMNS < query_len * own_heads, end, page)
+        score_share(
+            tile, page, end, request, before, length,
+            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
+            q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
+            scores_head_stride, scores_row_stride,
+            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
+            BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+        )  # fmt: skip
+    else:
+        score_share(
+            tile, page, end, request, before, length,
+            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
+            q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
+            scores_head_stride, scores_row_stride,
+            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
+            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+        )  # fmt: skip
+    if COUNT:
+        tl.store(counter, counted + count, mask=counts)
 
 
 @triton.jit

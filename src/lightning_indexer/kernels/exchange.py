@@ -263,33 +263,41 @@ def exchange_kernel(
     """
     program = tl.program_id(0)
     others = rows * (heads - owned)
+    own = program >= others
+    item = tl.where(own, program - others, program)
+    stop = tl.where(own, rows * owned, item + 1)
+    step = waiters
+    per_row = tl.where(own, owned, heads - owned)
+    row = item // per_row
+    at_work = world
+    rank_at_work = rank
     # Lengths and plan were there before score_kernel began: no need to wait for it yet.
     if AUTO:
         at_work = tl.load(world_ptr)
-        rank_at_work = tl.where(at_work == 1, 0, rank)
-    else:
-        at_work = world
-        rank_at_work = rank
-    together = at_work > 1
-    item = program
-    stop = program + 1
-    step = 1
-    per_row = heads - owned
-    if together & (program >= others):
-        item = program - others
-        stop = rows * owned
-        step = waiters
-        per_row = owned
-    if at_work == 1:
-        stop = rows * owned
-        step = tl.num_programs(0)
-        per_row = owned
-    own = (program >= others) | (at_work == 1)
-    begin = item
-    row = item // per_row
     request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work, BLOCK, True
+        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True
     )
+    if AUTO:
+        # Another item if this rank works alone. Loaded before that is known: one load after the other takes longer than a
+        # short scorer.
+        lone_row = program // owned
+        lone_request, lone_tokens, lone_pages, lone_before, total = row_place(
+            lone_row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, 0, 1, BLOCK, True
+        )
+        alone = at_work == 1
+        rank_at_work = tl.where(alone, 0, rank)
+        own = own | alone
+        item = tl.where(alone, program, item)
+        stop = tl.where(alone, rows * owned, stop)
+        step = tl.where(alone, tl.num_programs(0), step)
+        per_row = tl.where(alone, owned, per_row)
+        row = tl.where(alone, lone_row, row)
+        request = tl.where(alone, lone_request, request)
+        tokens = tl.where(alone, lone_tokens, tokens)
+        pages = tl.where(alone, lone_pages, pages)
+        before = tl.where(alone, lone_before, before)
+    together = at_work > 1
+    begin = item
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
     if PDL:
         if SOLE | (at_work == 1):
@@ -297,8 +305,6 @@ def exchange_kernel(
         tl.extra.cuda.gdc_wait()
     count = tl.load(steps_ptr)
     parity = count & 1  # the count may wrap
-    if program == 0:
-        tl.store(steps_ptr + 2, count)
     one = tl.zeros((1,), tl.int32)
 
     while item < stop:
@@ -359,3 +365,5 @@ def exchange_kernel(
                 table_ptr, table_head_stride, table_row_stride, context_ptr, context_head_stride, context_row_stride,
                 attention_page_stride, BLOCK, KEEP, HIGHER, BY_BLOCK, PARTS,
             )  # fmt: skip
+    if program == 0:
+        tl.store(steps_ptr + 2, count)

@@ -34,16 +34,21 @@ TO_FP16 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, a;
     cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
-# The eight magnitudes of e2m1 times one of the four scales in $2 (both bytes of selector $3), as e4m3: all that a group can
-# hold. The products are exact in fp16, so they are rounded once.
+# The eight magnitudes of e2m1 times a scale (fp16, twice, in $2), as e4m3: all that a group can hold. The products are exact
+# in fp16, so they are rounded once.
 MAGNITUDES = tl.constexpr("""{
-    .reg .b16 s, a, b, c, d, r; .reg .b32 f, x, y, z, w;
-    prmt.b32 f, $2, $2, $3; mov.b32 {s, r}, f; cvt.rn.f16x2.e4m3x2 f, s;
+    .reg .b16 a, b, c, d; .reg .b32 x, y, z, w;
     mov.b32 x, 0x38000000; mov.b32 y, 0x3E003C00; mov.b32 z, 0x42004000; mov.b32 w, 0x46004400;
-    mul.rn.f16x2 x, f, x; mul.rn.f16x2 y, f, y; mul.rn.f16x2 z, f, z; mul.rn.f16x2 w, f, w;
+    mul.rn.f16x2 x, $2, x; mul.rn.f16x2 y, $2, y; mul.rn.f16x2 z, $2, z; mul.rn.f16x2 w, $2, w;
     cvt.rn.satfinite.e4m3x2.f16x2 a, x; cvt.rn.satfinite.e4m3x2.f16x2 b, y;
     cvt.rn.satfinite.e4m3x2.f16x2 c, z; cvt.rn.satfinite.e4m3x2.f16x2 d, w;
     mov.b32 $0, {a, b}; mov.b32 $1, {c, d};
+}""")
+# Two of a token's eight scales in $2, those that selector $3 says, as fp16: each twice.
+SCALES = tl.constexpr("""{
+    .reg .b16 s, r, a, b; .reg .b32 x, y, f;
+    mov.b64 {x, y}, $2; prmt.b32 f, x, y, $3; mov.b32 {s, r}, f; cvt.rn.f16x2.e4m3x2 f, s;
+    mov.b32 {a, b}, f; mov.b32 $0, {a, a}; mov.b32 $1, {b, b};
 }""")
 # Eight e2m1 codes in $2 to two words of e4m3, by the magnitudes $3, $4: a byte permute takes four codes at once as its
 # selector, and another brings their signs to the tops of the bytes.
@@ -105,43 +110,71 @@ def load_columns(places, inside, DIM: tl.constexpr, TYPE: tl.constexpr, FORMAT: 
 
 
 @triton.jit
-def load_page(pages_ptr, page, page_stride, num_pages, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """One page as it is stored; a page id outside the cache is clamped into it. Three tensors, as `page_dots` takes them."""
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-    start = pages_ptr + page * page_stride
+def page_place(pages_ptr, page, page_stride, num_pages):
+    """Where a page is stored; a page id outside the cache is clamped into it."""
+    return pages_ptr + tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64) * page_stride
+
+
+@triton.jit
+def load_page(place, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """One page as it is stored. Three tensors, as `page_dots` takes them."""
     token = tl.arange(0, BLOCK)
     if FORMAT == "plain":
-        first = tl.load(start + token[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        first = tl.load(place + token[:, None] * DIM + tl.arange(0, DIM)[None, :])
         second = first
         scales = first
     elif FORMAT == "nvfp4":
-        group = tl.arange(0, 4)
-        if DIM == 128:
-            row: tl.constexpr = 9  # 8-byte words of a token
-            start = start.to(tl.pointer_type(tl.int64), bitcast=True)
-            first = tl.load(start + token[:, None] * row + group[None, :])
-            second = tl.load(start + token[:, None] * row + (4 + group)[None, :])
-            scales = tl.load(start + token * row + 8)
-        else:  # rows are aligned to 4 bytes only
-            start = start.to(tl.pointer_type(tl.int32), bitcast=True)
-            place = start + token[:, None] * 9 + group[None, :] * 2
-            first = (tl.load(place).to(tl.int64) & 0xFFFFFFFF) | (tl.load(place + 1).to(tl.int64) << 32)
-            second = first
-            scales = tl.load(start + token * 9 + 8).to(tl.int64)
+        first = load_codes(place, 0, BLOCK, DIM)
+        second = load_codes(place, 4, BLOCK, DIM) if DIM == 128 else first
+        scales = load_scales(place, BLOCK, DIM)
     else:
-        start = start.to(tl.pointer_type(tl.int32), bitcast=True)
-        first = tl.load(start + token[:, None] * (DIM // 4) + tl.arange(0, DIM // 4)[None, :])
+        place = place.to(tl.pointer_type(tl.int32), bitcast=True)
+        first = tl.load(place + token[:, None] * (DIM // 4) + tl.arange(0, DIM // 4)[None, :])
         second = first
         scales = first
     return first, second, scales
 
 
 @triton.jit
+def load_codes(place, GROUP: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Codes of four groups of an NVFP4 page, 16 in 8 bytes `[B, 4]`."""
+    token = tl.arange(0, BLOCK)
+    group = GROUP + tl.arange(0, 4)
+    if DIM == 128:
+        codes = tl.load(place.to(tl.pointer_type(tl.int64), bitcast=True) + token[:, None] * 9 + group[None, :])
+    else:  # rows are aligned to 4 bytes only
+        word = place.to(tl.pointer_type(tl.int32), bitcast=True) + token[:, None] * 9 + group[None, :] * 2
+        codes = (tl.load(word).to(tl.int64) & 0xFFFFFFFF) | (tl.load(word + 1).to(tl.int64) << 32)
+    return codes
+
+
+@triton.jit
+def load_scales(place, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """All scales of each token of an NVFP4 page in 8 bytes, for each of its four threads `[B, 4]`."""
+    word: tl.constexpr = tl.int64 if DIM == 128 else tl.int32
+    place = place.to(tl.pointer_type(word), bitcast=True)
+    return tl.load(for_all_groups(place + tl.arange(0, BLOCK) * 9 + 8, BLOCK)).to(tl.int64)
+
+
+@triton.jit
+def for_all_groups(places, BLOCK: tl.constexpr):
+    """Addresses of tokens, for each of their four threads `[B, 4]`.
+
+    Said to be neighbours, which they are not, so that the compiler lays them out as it does the codes: in another layout they
+    would pass through shared memory. It does not read several at once, as rows are aligned to one of these words.
+    """
+    return tl.max_contiguous(tl.broadcast_to(places[:, None], (BLOCK, 4)), (1, 4))
+
+
+@triton.jit
 def page_dots(
-    first, second, scales, queries, upper, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr, TURNED: tl.constexpr,
+    first, second, scales, next_place, queries, upper, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr, TURNED: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
     """Dot products of a page loaded by `load_page`, tokens as in `key_token`: `[B, columns]` float32.
+
+    With them the page itself, or with CARRY the one at `next_place`, of which each part is loaded as soon as the same part
+    of this page has been read.
 
     queries `[dims, columns]` of the dims of `key_dim`, and with packed formats `upper` of the dims 64 further on. TURNED:
     queries `[columns, dims]`, products `[columns, B]`; a sum over the dims has the same bits. NATIVE: the GPU converts e4m3.
@@ -155,9 +188,13 @@ def page_dots(
         TYPE: tl.constexpr = queries.dtype
         FNUZ: tl.constexpr = FORMAT == "fp8_fnuz"
         if FORMAT == "nvfp4":
-            low = e4m3_words(first, scales.to(tl.int32), NATIVE)
+            low_scale, high_scale = group_scales(scales, NATIVE)
+            low = e4m3_words(first, low_scale, NATIVE)
+            if CARRY:
+                first = load_codes(next_place, 0, BLOCK, DIM)
+                scales = load_scales(next_place, BLOCK, DIM)
             if DIM == 128:
-                high = e4m3_words(second, (scales >> 32).to(tl.int32), NATIVE)
+                high = e4m3_words(second, high_scale, NATIVE)
         elif DIM == 128:
             low, high = tl.split(first.reshape(BLOCK, 2, 4, 4).permute(0, 2, 3, 1))
         else:
@@ -169,12 +206,14 @@ def page_dots(
         else:
             dots = tl.dot(keys, queries, out_dtype=tl.float32)
         if DIM == 128:
+            if CARRY:
+                second = load_codes(next_place, 4, BLOCK, DIM)
             keys = keys_of(high, BLOCK, TYPE, FNUZ, NATIVE)
             if TURNED:
                 dots = tl.dot(upper, tl.trans(keys), dots, out_dtype=tl.float32)
             else:
                 dots = tl.dot(keys, upper, dots, out_dtype=tl.float32)
-    return dots
+    return dots, first, second, scales
 
 
 @triton.jit
@@ -231,16 +270,26 @@ def signed(value, bits):
 
 
 @triton.jit
-def e4m3_words(codes, scales, NATIVE: tl.constexpr):
-    """NVFP4 to e4m3: groups of 16 codes in 8 bytes `[B, 4]`, their four scales in 4 bytes `[B]`, to words `[B, 4, 4]`."""
+def group_scales(scales, NATIVE: tl.constexpr):
+    """The scales of each token's groups `i` and `i + 4`, of eight in 8 bytes `[B, 4]`: two of what `e4m3_words` takes."""
     group = tl.arange(0, 4)[None, :]
+    if NATIVE:
+        low, high = tl.inline_asm_elementwise(
+            SCALES, "=r,=r,l,r", [scales, group * 0x11 + 0x40], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        low = float_of((scales >> (group * 8)) & 255, False)
+        high = float_of((scales >> (group * 8 + 32)) & 255, False)
+    return low, high
+
+
+@triton.jit
+def e4m3_words(codes, scales, NATIVE: tl.constexpr):
+    """NVFP4 to e4m3: groups of 16 codes in 8 bytes `[B, 4]`, with the scale of each, to words `[B, 4, 4]`."""
     low = codes.to(tl.int32)
     high = (codes >> 32).to(tl.int32)
-    scales = scales[:, None]
     if NATIVE:
-        m0, m1 = tl.inline_asm_elementwise(
-            MAGNITUDES, "=r,=r,r,r", [scales, group * 0x11], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
+        m0, m1 = tl.inline_asm_elementwise(MAGNITUDES, "=r,=r,r", [scales], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
         w0, w1 = tl.inline_asm_elementwise(
             CHOSEN, "=&r,=&r,r,r,r", [low, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
@@ -248,11 +297,10 @@ def e4m3_words(codes, scales, NATIVE: tl.constexpr):
             CHOSEN, "=&r,=&r,r,r,r", [high, m0, m1], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:
-        scale = float_of((scales >> (group * 8)) & 255, False)
-        w0 = e4m3_word(low, scale)
-        w1 = e4m3_word(low >> 16, scale)
-        w2 = e4m3_word(high, scale)
-        w3 = e4m3_word(high >> 16, scale)
+        w0 = e4m3_word(low, scales)
+        w1 = e4m3_word(low >> 16, scales)
+        w2 = e4m3_word(high, scales)
+        w3 = e4m3_word(high >> 16, scales)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     return words.permute(0, 1, 3, 2).reshape(codes.shape[0], 4, 4)
 

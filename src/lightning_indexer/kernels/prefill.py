@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_indexer.kernels.common import block_count, keep_key, nan_max, no_keys, per_unit, write_ids
-from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots
+from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots, page_place
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
@@ -71,8 +71,9 @@ def keep_page(
     NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Score one block for all columns and keep its keys. Not MASKED if all rows see all of it."""
-    first, second, scales = load_page(pages_ptr, page, page_stride, num_pages, BLOCK, DIM, FORMAT)
-    dots = page_dots(first, second, scales, queries, upper, BLOCK, DIM, FORMAT, NATIVE, True)  # [columns, B]
+    place = page_place(pages_ptr, page, page_stride, num_pages)
+    parts = load_page(place, BLOCK, DIM, FORMAT)
+    dots, _, _, _ = page_dots(*parts, place, queries, upper, BLOCK, DIM, FORMAT, NATIVE, True, False)  # [columns, B]
     tokens = key_token(BLOCK, FORMAT)
     if SCALED:
         inside = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
