@@ -11,7 +11,7 @@ from lightning_indexer.cache import IndexCache
 from lightning_indexer.kernels import exchange as kernels
 from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters
 from lightning_indexer.ranks import Ranks, gpu_name
-from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.spec import IndexerSpec
 from lightning_indexer.table import SparseTable
 from lightning_indexer.triton_backend import Decode, Owner, on_its_device
 from lightning_indexer.workspace import StepPlan, Workspace, power_of_two, unscored_blocks
@@ -110,10 +110,9 @@ def _decode(
 ) -> None:
     if q.shape[1] != spec.num_heads:
         q = _gather_queries(q, transport, plan, dry)
-    shard = Shard(transport.ranks.rank, transport.ranks.world)
     owner = Owner(transport.owned.start, len(transport.owned), transport.steps, not dry)
     free = unscored_blocks(spec, order)
-    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, shard, plan, workspace, owner)
+    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, plan.shard, plan, workspace, owner)
     step.score(None)
     _exchange(step, transport, plan, order, sparse_table, out, dry)
 
@@ -217,6 +216,7 @@ def _exchange(
         BY_BLOCK=order == "block",
         PARTS=triton_backend.table_parts(sparse_table, spec),
         AUTO=plan.threshold is not None,
+        LISTED=step.listed,
         PDL=step.policy.pdl,
         **step.policy.select_options(),
     )

@@ -11,6 +11,9 @@ order of arrival can change a result.
 Nothing waits for anything within a launch. On GPUs with programmatic dependent launch the second kernel is on the GPU while
 the first still runs. A step plan (`plan_kernel`) saves both from finding shares and requests in every layer.
 
+Where pages are sharded, a rank's part of a request is no arithmetic progression of blocks, but a list (`kernels.owned`): pages
+are then counted along the lists, and with LISTED the kernels take a segment's pages and blocks from them.
+
 Grid `(programs, column tiles)`, then `(T, H)`. Bytes: each visible page once per column tile; scratch is a few hundred KB and
 stays in the L2.
 """
@@ -107,7 +110,10 @@ def ranks_at_work(
 
 @triton.jit
 def load_share(shares_ptr, program):
-    """A program's row of a plan: first page, end, request, pages before that, its tokens, ranks that share the work."""
+    """A program's row of a plan: first page, end, request, pages before that, its tokens, and ranks that share the work.
+
+    Of lists, which all ranks share always, the last is the pages of the request.
+    """
     row = shares_ptr + program * SHARE
     page = tl.load(row, cache_modifier=".cg")
     end = tl.load(row + 1, cache_modifier=".cg")
@@ -138,14 +144,26 @@ def prefetch_pages(pages_ptr, page_stride, num_pages, ids_ptr, first, last, worl
 
 
 @triton.jit(
-    do_not_specialize=["length_stride", "requests", "longest", "free", "threshold", "rank", "world", "programs"],
-    do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
+    do_not_specialize=[
+        "length_stride",
+        "token_stride",
+        "requests",
+        "longest",
+        "free",
+        "threshold",
+        "rank",
+        "world",
+        "programs",
+    ],
+    do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr", "tokens_ptr"],
 )
 def plan_kernel(
     shares_ptr,  # [programs, SHARE] i32, as `load_share` takes them
     before_ptr,  # [R + 1] i32: pages before each request, and all pages
-    seq_lens_ptr,  # [R] i32, any stride
+    seq_lens_ptr,  # [R] i32, any stride; of lists as many tokens as the listed blocks hold
     length_stride,
+    tokens_ptr,  # [R] i32, any stride: lengths of the requests
+    token_stride,
     requests,
     longest,
     free,
@@ -155,10 +173,13 @@ def plan_kernel(
     programs,
     BLOCK: tl.constexpr,
     AUTO: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What depends on lengths only. Grid `(programs + R + 1,)`."""
     program = tl.program_id(0)
+    if LISTED and PDL:
+        tl.extra.cuda.gdc_wait()  # for the lists
     rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, free, threshold, rank, world, BLOCK, AUTO)
     if program >= programs:
         request = program - programs
@@ -179,8 +200,12 @@ def plan_kernel(
     tl.store(row + 1, end)
     tl.store(row + 2, request)
     tl.store(row + 3, before)
-    tl.store(row + 4, tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0))
-    tl.store(row + 5, world)
+    tl.store(row + 4, tl.load(tokens_ptr + request * token_stride, mask=program < used, other=0))
+    if LISTED:
+        listed = tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0)
+        tl.store(row + 5, request_pages(listed, longest, free, rank, world, BLOCK))
+    else:
+        tl.store(row + 5, world)
     if PDL:
         # score_kernel reads its row before it has waited for this kernel's end, though only once all programs have left.
         tl.inline_asm_elementwise(
@@ -196,10 +221,13 @@ def score_share(
     request,
     before,
     length,
+    listed,  # pages of the request; LISTED only
     q_ptr,
     pages_ptr,
     scales_ptr,
     block_table_ptr,
+    blocks_ptr,
+    before_ptr,
     seq_lens_ptr,
     length_stride,
     keys_ptr,
@@ -233,6 +261,7 @@ def score_share(
     NATIVE: tl.constexpr,
     CARRY: tl.constexpr,
     STAGES: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
     tl.static_assert(not (CARRY and SCALED))  # with CARRY `this_page` is the page that is loaded, not the one that is scored
@@ -250,7 +279,10 @@ def score_share(
 
     while page < end:
         length = tl.minimum(length, longest)
-        pages = request_pages(length, longest, free, rank, world, BLOCK)
+        if LISTED:
+            pages = listed
+        else:
+            pages = request_pages(length, longest, free, rank, world, BLOCK)
         if pages > 0:
             first = page - before
             last = tl.minimum(end - before, pages)
@@ -260,6 +292,9 @@ def score_share(
             if CARRY:
                 one, two, three = load_page(pages_ptr, next_page, page_stride, num_pages, BLOCK, DIM, FORMAT)
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
+            if LISTED:
+                blocks_row = blocks_ptr + request.to(tl.int64) * block_table_stride
+                next_block = tl.load(blocks_row + first)
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
@@ -280,7 +315,11 @@ def score_share(
                 nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
                 best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
             for index in tl.range(first, last, num_stages=STAGES):
-                block = index * world + rank
+                if LISTED:
+                    block = next_block
+                    next_block = tl.load(blocks_row + tl.minimum(index + 1, last - 1))
+                else:
+                    block = index * world + rank
                 this_page = next_page
                 next_page = tl.load(table_row + tl.minimum(index + 1 + CARRY, last - 1) * world + rank)
                 if CARRY:
@@ -299,7 +338,8 @@ def score_share(
                     scores = tl.gather(scores, tl.arange(0, COLUMNS) * SPREAD, 0)
                 if SCORES:
                     row = (request * query_len + token).to(tl.int64)
-                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride + index
+                    place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
+                    place += block if LISTED else index
                     tl.store(place, scores, mask=block < visible)
                 else:
                     best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
@@ -310,6 +350,8 @@ def score_share(
         request += 1
         if page < end:
             length = tl.load(seq_lens_ptr + request * length_stride)
+            if LISTED:
+                listed = tl.load(before_ptr + request + 1) - before
 
 
 @triton.jit(
@@ -339,6 +381,8 @@ def score_share(
     do_not_specialize_on_alignment=[
         "scales_ptr",
         "block_table_ptr",
+        "blocks_ptr",
+        "before_ptr",
         "seq_lens_ptr",
         "shares_ptr",
         "scores_ptr",
@@ -349,7 +393,9 @@ def score_kernel(
     q_ptr,  # [T, H, D]
     pages_ptr,  # [pages, B, row], bytes unless of 16-bit floats
     scales_ptr,  # [pages, B] f32, a factor for each key
-    block_table_ptr,  # [R, max_blocks] i32
+    block_table_ptr,  # [R, max_blocks] i32; with LISTED the pages that are listed of each request
+    blocks_ptr,  # [R, max_blocks] i32: their blocks, with the same stride; LISTED only
+    before_ptr,  # [R + 1] i32, of plan_kernel; LISTED only
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
     shares_ptr,  # [programs, SHARE] i32, of plan_kernel
@@ -366,7 +412,7 @@ def score_kernel(
     count,  # 1 counts the step
     init_blocks,
     local_blocks,
-    rank,
+    rank,  # with LISTED 0 of 1: all that is listed
     world,
     num_pages,
     q_row_stride,  # these three in units of 16 bytes, so that the compiler knows that 16-byte loads are aligned
@@ -386,6 +432,7 @@ def score_kernel(
     AUTO: tl.constexpr,  # all heads on the rank's blocks, or its own heads on all blocks, as the plan says
     COUNT: tl.constexpr,  # there are steps to count
     PLANNED: tl.constexpr,
+    LISTED: tl.constexpr,  # the pages of a shard by page
     TYPE: tl.constexpr,  # of the products
     FORMAT: tl.constexpr,  # see kernels.formats
     SCALED: tl.constexpr,  # keys have factors
@@ -412,13 +459,17 @@ def score_kernel(
         if AHEAD > 0:
             longer = visible_blocks(length, longest, BLOCK) > free
             if page < end and longer:
+                if LISTED:
+                    pages = at_work
+                else:
+                    pages = request_pages(length, longest, free, rank, world, BLOCK)
                 prefetch_pages(
                     pages_ptr,
                     page_stride,
                     num_pages,
                     block_table_ptr + request.to(tl.int64) * block_table_stride + rank,
                     page - before,
-                    tl.minimum(end - before, request_pages(length, longest, free, rank, world, BLOCK)),
+                    tl.minimum(end - before, pages),
                     world,
                     PAGE_BYTES,
                     AHEAD,
@@ -434,6 +485,7 @@ def score_kernel(
         end = total
         request = program * 0
         before = program * 0
+        at_work = world
         if program < used:
             page = share_start(program, total, used)
             end = share_start(program + 1, total, used)
@@ -442,36 +494,38 @@ def score_kernel(
         length = tl.load(seq_lens_ptr + request * length_stride)
     if COUNT:  # noqa: SIM102 (one is for the compiler, one for the program)
         if program + tile == 0:
-            steps_ptr += tl.where(world == 1, 1, 0)
+            if AUTO:
+                steps_ptr += tl.where(world == 1, 1, 0)
             tl.store(steps_ptr, tl.load(steps_ptr) + count)
 
     alone = world == 1 if AUTO else False
     if alone:
         if tile * OWN_COLUMNS < query_len * own_heads:
             score_share(
-                tile, page, end, request, before, length,
-                q_ptr + first_head * q_head_stride, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride,
-                keys_ptr, scores_ptr,
+                tile, page, end, request, before, length, at_work,
+                q_ptr + first_head * q_head_stride, pages_ptr, scales_ptr, block_table_ptr, blocks_ptr, before_ptr,
+                seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
                 requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
                 q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
                 scores_head_stride, scores_row_stride,
-                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+                BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
             )  # fmt: skip
     else:
         score_share(
-            tile, page, end, request, before, length,
-            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            tile, page, end, request, before, length, at_work,
+            q_ptr, pages_ptr, scales_ptr, block_table_ptr, blocks_ptr, before_ptr,
+            seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
             requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
             q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
             scores_head_stride, scores_row_stride,
-            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
         )  # fmt: skip
 
 
 @triton.jit
 def row_place(
     row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world,
-    BLOCK: tl.constexpr, PLANNED: tl.constexpr,
+    BLOCK: tl.constexpr, PLANNED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """A row's place among the candidates: its request, the request's tokens and pages, pages before it, all pages."""
     request = row // query_len
@@ -484,7 +538,11 @@ def row_place(
         total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
     tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
     tokens = tl.minimum(tokens, longest)
-    return request, tokens, request_pages(tokens, longest, free, rank, world, BLOCK), before, total
+    if LISTED:
+        pages = tl.load(before_ptr + tl.minimum(request + 1, requests)) - before
+    else:
+        pages = request_pages(tokens, longest, free, rank, world, BLOCK)
+    return request, tokens, pages, before, total
 
 
 @triton.jit
@@ -582,6 +640,7 @@ def select_kernel(
     PARTS: tl.constexpr,
     KEYS: tl.constexpr,  # write keys, not ids
     PLANNED: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The first K of a row from its request's candidates."""
@@ -589,7 +648,7 @@ def select_kernel(
     head = tl.program_id(1)
     # Lengths and plan were there before score_kernel began: no need to wait for it yet.
     request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED
+        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED, LISTED
     )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -287,6 +287,7 @@ def exchange_kernel(
     BY_BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     AUTO: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Ids of the own heads: select of the shard, send to the owners, take from all ranks, merge.
@@ -320,8 +321,9 @@ def exchange_kernel(
     begin = item
     row = item // per_row
     request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work, BLOCK, True
-    )
+        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
+        BLOCK, True, LISTED,
+    )  # fmt: skip
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
     if PDL:
         if AUTO:  # noqa: SIM102 (one is for the compiler, one for the program)
@@ -356,7 +358,7 @@ def exchange_kernel(
         if item < stop:
             request, tokens, pages, before, total = row_place(
                 row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
-                BLOCK, True,
+                BLOCK, True, LISTED,
             )  # fmt: skip
 
     if together & own:
