@@ -488,11 +488,15 @@ def test_a_rank_reads_its_blocks_with_all_heads():
         RankCase(((1, 1_000),), 1, 4, 3)
 
 
-def test_a_rank_is_verified_with_the_others_part(monkeypatch):
-    case = RankCase(((1, 700), (2, 300)), 2, 4, 2)
+@pytest.mark.parametrize("shard_by", ["block", "page"])
+def test_a_rank_is_verified_with_the_others_part(monkeypatch, shard_by):
+    case = RankCase(((1, 700), (2, 300)), 2, 4, 2, shard_by)
     result = measured(case)
     assert [found.case for found in result.rows] == [case]
-    assert result.as_json()["rows"][0]["world"] == 2
+    told = result.as_json()["rows"][0]
+    assert told["world"] == 2
+    assert told.get("shard_by", "block") == shard_by
+    assert case.name.endswith(", by page") == (shard_by == "page")
     real = run.prepare
 
     def spoiled(*arguments):

@@ -103,7 +103,7 @@ main.add_command(plan)
     "--shard-by",
     type=click.Choice(["block", "page"]),
     default="block",
-    help="page: each rank holds 1/P of the pages, and nothing of the others (on the CPU).",
+    help="page: each rank holds 1/P of the pages, and nothing of the others.",
 )
 @click.option("--device", default="cpu", help="cpu: ranks are processes, over gloo; cuda: threads that share the GPU.")
 @click.option("--json", "json_path", type=OUTPUT_FILE, help="Write the result to this file, too.")
@@ -130,7 +130,6 @@ def verify(
         for world in worlds:
             IndexerSpec(num_heads=heads).owned_heads(0, world)
         where = torch.device("cpu") if device == "cpu" else _gpu(device)
-        require(shard_by == "block" or where.type == "cpu", "--shard-by", f"block on {device}", shard_by)
         cases = _cases(source, context, text, seed, progress, **options)
         if format is not None:
             cases = [case.stored_as(format) for case in cases]
@@ -391,8 +390,16 @@ def bench_prefill(shapes: list[tuple[int, int, int]], **options: Any) -> None:
     help="A case, repeatable.  [default: those of the peer's figures]",
 )
 @click.option("--rows", default="1,8,32,128,512", callback=_numbers, help="Rows of the steps that are exchanged.")
+@click.option(
+    "--shard-by",
+    type=click.Choice(["block", "page"]),
+    default="block",
+    help="page: the rank's kernels over a cache that the group holds once.",
+)
 @_bench_options
-def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: list[int], **options: Any) -> None:
+def bench_cp(
+    world: int, heads: int, shapes: list[tuple[int, int, int]], rows: list[int], shard_by: str, **options: Any
+) -> None:
     """Time one rank of a context-parallel decode step against the step without it, and the exchange.
 
     A rank's kernels (all heads on its blocks) and the unsharded step (its own heads on all blocks) are timed alone, exchange
@@ -400,8 +407,8 @@ def bench_cp(world: int, heads: int, shapes: list[tuple[int, int, int]], rows: l
     every rank has a GPU and the exchange costs what it costs here.
     """
     try:
-        given = [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in shapes]
-        ranks = given or rank_set(world, heads)
+        given = [RankCase(((batch, context),), query_len, heads, world, shard_by) for batch, context, query_len in shapes]
+        ranks = given or rank_set(world, heads, shard_by)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     alone = [case.own for case in ranks]

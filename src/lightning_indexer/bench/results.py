@@ -91,7 +91,7 @@ def case_name(row: dict[str, Any]) -> str:
         load = f"{row['batch']} x {row['context']:,}" if "context" in row else str(row.get("batch", ""))
     parts = [op, load, f"Q {row['query_len']}" if "query_len" in row else ""]
     parts += [f"H {row['heads']}" if row.get("heads", 1) > 1 else "", f"P {row['world']}" if "world" in row else ""]
-    parts += [row.get("format", "")]
+    parts += ["by page" if row.get("shard_by") == "page" else "", row.get("format", "")]
     return ", ".join(part for part in parts if part)
 
 
