@@ -294,7 +294,6 @@ def score_share(
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             if LISTED:
                 blocks_row = blocks_ptr + request.to(tl.int64) * block_table_stride
-                next_block = tl.load(blocks_row + first)
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)[None, :] + dims[:, None]
@@ -316,8 +315,7 @@ def score_share(
                 best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
             for index in tl.range(first, last, num_stages=STAGES):
                 if LISTED:
-                    block = next_block
-                    next_block = tl.load(blocks_row + tl.minimum(index + 1, last - 1))
+                    block = tl.load(blocks_row + index)  # not needed before the page is scored
                 else:
                     block = index * world + rank
                 this_page = next_page
