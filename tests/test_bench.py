@@ -496,6 +496,8 @@ def test_a_rank_is_verified_with_the_others_part(monkeypatch, shard_by):
     told = result.as_json()["rows"][0]
     assert told["world"] == 2
     assert told.get("shard_by", "block") == shard_by
+    assert ("us_plan" in told) == (shard_by == "page")
+    assert ("plan us" in report.result_table(result)) == (shard_by == "page")
     assert case.name.endswith(", by page") == (shard_by == "page")
     real = run.prepare
 

@@ -13,7 +13,7 @@ FACTS = ("device", "driver", "torch", "triton", "commit", "date")
 ROOFS = ("read_roof_TBps", "matrix_roof_TFLOPs")
 # What a row measures or derives; all else tells which case it is.
 MEASURED = frozenset(
-    ("us", "us_min", "us_max", "us_queries", "us_local", "bytes", "flops", "pct_roof", "peer_us", "layers", "error")
+    ("us", "us_min", "us_max", "us_queries", "us_local", "us_plan", "bytes", "flops", "pct_roof", "peer_us", "layers", "error")
 )
 
 
