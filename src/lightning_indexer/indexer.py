@@ -484,10 +484,10 @@ class ContextParallelIndexer:
     ) -> torch.Tensor:
         """The ids of `lightning_indexer.prefill` for the owned heads, with every rank scoring its blocks.
 
-        Chunks go through `decode` in pieces of up to `max_rows` rows, each with an exchange of its own, so that memory beside
-        the ids does not grow with the chunk. On a GPU the rows of a step are those of up to `max_rows / Q` requests of
-        `Q = min(16, max_rows)` rows, which is the query length to warm up for; nothing waits for the GPU. "replicated", which
-        exchanges nothing, takes the prefill kernel instead.
+        Chunks go through `decode` in pieces of up to `max_rows` rows, each with an exchange of its own, so memory does not
+        grow with the chunk but for the ids. On a GPU a step's rows are those of up to `max_rows / Q` requests of
+        `Q = min(16, max_rows)` rows, which is the query length to warm up for, and nothing waits for the GPU. "replicated",
+        which exchanges nothing, takes the prefill kernel instead.
 
         Args:
             q: `[T, h, D]` or `[T, H, D]`, `T >= cu_seqlens_q[R]`; T may exceed `max_rows`.
@@ -506,6 +506,7 @@ class ContextParallelIndexer:
 
         def check() -> tuple[IndexCache, int, torch.Tensor]:
             checked = as_cache(cache, spec)
+            require(checked.device == self.device, "cache", f"device {self.device}", f"device {checked.device}")
             check_tensor("q", q, ("T", "heads", spec.head_dim), checked.format.query_dtypes, self.device)
             counts = f"{len(owned)} owned or all {spec.num_heads} heads"
             require(q.shape[1] in (len(owned), spec.num_heads), "q", counts, f"{q.shape[1]} heads")

@@ -156,11 +156,12 @@ def select_keys(
     if out is None:
         out = torch.empty(heads, rows, spec.topk, dtype=torch.int64, device=scores.device)
     check_tensor("out", out, (heads, rows, spec.topk), (torch.int64,), scores.device)
+    table = block_table if shard.by == "page" else None
     if shard.by == "page":
-        require(block_table is not None, "block_table", 'a table, for a shard by="page"', "None")
-        assert block_table is not None
-        check_table(block_table, seq_lens, spec, None)
-    backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out, block_table)
+        require(table is not None, "block_table", 'a table, for a shard by="page"', "None")
+        assert table is not None
+        check_table(table, seq_lens, spec, None)
+    backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out, table)
     return out
 
 

@@ -276,6 +276,8 @@ def select_keys(
     """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`; by page `block_table` tells the owned."""
     heads, rows, width = scores.shape
     keep = keys_kept(spec.topk)
+    if block_table is not None:
+        width = min(width, block_table.shape[1])
     if rows:
         select_kernels.select_kernel[(rows, heads)](
             scores,

@@ -36,7 +36,7 @@ def list_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """See the module. A request without scores is one block of work for rank 0, which selects it for all; no list is read."""
+    """See the module. A request without scores is one block of work for one rank, which selects it whole; no list is read."""
     request = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -62,6 +62,6 @@ def list_kernel(
         owned += tl.sum(own.to(tl.int32))
         done = first + CHUNK
         if done >= listed:
-            alone = tl.where((rank == 0) & (visible > 0), 1, 0)
-            blocks = tl.where(unscored, alone, owned).to(tl.int64)
+            whole = tl.where((request % WORLD == rank) & (visible > 0), 1, 0)
+            blocks = tl.where(unscored, whole, owned).to(tl.int64)
             tl.store(held_ptr + request, tl.minimum(blocks * BLOCK, longest).to(tl.int32))
