@@ -90,10 +90,11 @@ class Call:
     format: str | None = None  # of the cache; None for the queries' own
     scaled: bool = False
     sole: bool = False  # every rank of "peer" has a GPU to itself
+    by: str = "block"
 
     def make(self) -> None:
         """Make the call, under the facts of a target and with launches recorded."""
-        spec, shard = self.spec, Shard()
+        spec, shard, others = self.spec, Shard(), Shard(1, 2, self.by)
         seq_lens = torch.ones(2, dtype=torch.int32)
         block_table = torch.zeros(2, 1, dtype=torch.int32)
         rows = self.rows if self.kind == "prefill" else 2 * self.query_len
@@ -108,16 +109,21 @@ class Call:
             out = torch.zeros(self.heads, rows, spec.topk * parts, dtype=torch.int32)
             held = torch.zeros(self.heads, rows, dtype=torch.int32)
             sparse = li.SparseTable(block_table, out, held, self.table, parts)
-        plan = li.plan_step(seq_lens, spec=spec, max_seq_len=self.longest) if self.planned or self.kind == "plan" else None
+        plan = None
+        if self.by == "page":
+            plan = ops.make_plan(seq_lens, spec, self.longest, self.order, others, None, False, None, block_table)
+        elif self.planned or self.kind == "plan":
+            plan = li.plan_step(seq_lens, spec=spec, max_seq_len=self.longest)
         step = (q, cache, block_table, seq_lens, spec, self.query_len, self.longest)
         if self.kind == "decode":
             triton_backend.decode(*step, self.order, sparse, ids, plan, None)
         elif self.kind == "keys":
-            triton_backend.decode_keys(*step, Shard(1, 2), "score", keys[0], None, None)
+            triton_backend.decode_keys(*step, others, "score", keys[0], plan, None)
         elif self.kind == "scores":
-            triton_backend.score_blocks(*step, shard, scores)
+            triton_backend.score_blocks(*step, others if self.by == "page" else shard, scores, plan)
         elif self.kind == "select":
-            triton_backend.select_keys(scores, seq_lens, spec, self.query_len, shard, keys[0])
+            owners = (others, keys[0], block_table) if self.by == "page" else (shard, keys[0], None)
+            triton_backend.select_keys(scores, seq_lens, spec, self.query_len, *owners)
         elif self.kind == "merge":
             triton_backend.merge_keys(keys, seq_lens, spec, self.query_len, self.order, sparse, ids)
         elif self.kind == "write":
@@ -146,8 +152,8 @@ class Call:
         """One rank of four, which shares a step if it is long."""
         spec, ranks = self.spec, Alone(self.sole)
         transport = peer.PeerTransport(spec, ranks, len(q), q.device, timedelta(seconds=1), None)
-        shard, threshold = Shard(ranks.rank, ranks.world), 7 if self.planned else None
-        plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, False, None)
+        shard, threshold = Shard(ranks.rank, ranks.world, self.by), 7 if self.planned else None
+        plan = ops.make_plan(seq_lens, spec, self.longest, self.order, shard, threshold, False, None, block_table)
         scratch = workspace.Workspace(spec, max_requests=2, max_columns=self.query_len * self.heads, device=q.device)
         own = q[:, : len(transport.owned)]
         ids = torch.zeros(own.shape[1], len(q), spec.topk, dtype=torch.int32)
@@ -193,6 +199,16 @@ PEERS = [
     Call("peer", planned=True, query_len=4, sole=True),
     Call("peer", planned=True, query_len=16, order="block", table=16, sole=True),
 ]
+# Over a cache that a group holds once.
+BY_PAGE = [
+    Call("peer", by="page"),
+    Call("peer", by="page", query_len=16, order="block", table=16),
+    Call("keys", by="page"),
+    Call("scores", by="page"),
+    Call("select", by="page"),
+    Call("keys", by="page", format="fp8", dtype=E4M3),
+    Call("keys", by="page", format="nvfp4"),
+]
 # What MiniMax-M3 launches.
 FULL = [
     *(Call(kind, **heads_and_rows(columns)) for kind in ("decode", "scores") for columns in (1, 4, 16, 64)),
@@ -201,6 +217,7 @@ FULL = [
     *MERGES,
     *PREFILLS,
     *PEERS,
+    *BY_PAGE,
 ]
 BRIEF = [
     Call("decode", **heads_and_rows(64)),
@@ -209,6 +226,7 @@ BRIEF = [
     *MERGES,
     *PREFILLS[:2],
     PEERS[1],
+    BY_PAGE[2],
 ]
 GEOMETRIES = [
     (IndexerSpec(topk=64), torch.bfloat16),

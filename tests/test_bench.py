@@ -489,11 +489,17 @@ def test_a_rank_reads_its_blocks_with_all_heads():
         RankCase(((1, 1_000),), 1, 4, 3)
 
 
-def test_a_rank_is_verified_with_the_others_part(monkeypatch):
-    case = RankCase(((1, 700), (2, 300)), 2, 4, 2)
+@pytest.mark.parametrize("shard_by", ["block", "page"])
+def test_a_rank_is_verified_with_the_others_part(monkeypatch, shard_by):
+    case = RankCase(((1, 700), (2, 300)), 2, 4, 2, shard_by)
     result = measured(case)
     assert [found.case for found in result.rows] == [case]
-    assert result.as_json()["rows"][0]["world"] == 2
+    told = result.as_json()["rows"][0]
+    assert told["world"] == 2
+    assert told.get("shard_by", "block") == shard_by
+    assert ("us_plan" in told) == (shard_by == "page")
+    assert ("plan us" in report.result_table(result)) == (shard_by == "page")
+    assert case.name.endswith(", by page") == (shard_by == "page")
     real = run.prepare
 
     def spoiled(*arguments):
@@ -547,7 +553,7 @@ def test_ways_to_take_a_step_on_several_gpus():
                 strict=True,
             )
         ]
-    exchanged = [ExchangeRow(2, 8, "collective", 6.0, 30.0, 42.0, 1_024)]
+    exchanged = [ExchangeRow(2, 8, "collective", 6.0, 30.0, 42.0, 1_024, gpus=2)]
     result = GpusResult(FACTS, ROOFS, [(1, 700), (128, 900)], rows, exchanged, [LinkRow(2, "all-gather", 512, 9.5)])
     told = report.gpus_text(result, 20)
     assert told.startswith(f"2 x {FACTS.device}")
@@ -562,6 +568,7 @@ def test_ways_to_take_a_step_on_several_gpus():
     assert [row["op"] for row in read.rows] == ["cp"] * 8 + ["exchange", "link"]
     assert len({identity(row) for row in read.rows}) == len(read.rows)
     assert [row["dispatch"] for row in read.rows[:4]] == ["replicated", "sharded", "sharded", "auto"]
+    assert case_name(read.rows[-2]) == "exchange, collective, 2 GPUs, 8 rows"
     assert case_name(read.rows[-1]) == "all-gather, 2 ranks, 512 B each"
     assert case_name(read.rows[3]) == "cp, 8 x 4,096, Q 1, H 4, P 2, peer, auto, bf16"
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = pathlib.Path(__file__).with_name("compile_kernels.py")
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-KERNELS = {"plan_kernel", "select_kernel", "merge_kernel", "prefill_kernel"}
+KERNELS = {"list_kernel", "plan_kernel", "select_kernel", "merge_kernel", "prefill_kernel"}
 
 
 @pytest.fixture(scope="module")

@@ -90,9 +90,13 @@ class Virtual:
             stream.wait_stream(torch.cuda.current_stream())
         for rank in range(self.world):
             with torch.cuda.stream(self.streams[rank]):
-                step = (own[rank], *inputs.arguments[1:])
+                step = (own[rank], self.cache(rank, inputs), *inputs.arguments[2:])
                 self.indexers[rank].decode(*step, query_len=inputs.query_len, out=ids[rank], **more)
         return ids
+
+    def cache(self, rank: int, inputs: Inputs) -> torch.Tensor | li.IndexCache:
+        """The index keys that a rank has of a step."""
+        return inputs.pages
 
     def finish(self) -> None:
         torch.cuda.synchronize()

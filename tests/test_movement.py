@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharded import SPEC, cache_of, shards
 from support import NAN, random_inputs
-from test_sharded_cache import SPEC, cache_of, shards
 
 import lightning_indexer as li
 from lightning_indexer import torch_backend

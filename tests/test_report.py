@@ -152,6 +152,28 @@ def test_one_map_per_formats_and_ranks_each_with_its_own_format(monkeypatch):
     assert drawn == [{("bf16", 2)}, {("bf16", 4)}, {("fp8", 4)}, {("fp8", 4)}]
 
 
+def test_ways_to_take_a_step_on_several_gpus():
+    load = {"format": "bf16", "heads": 4, "batch": 8, "query_len": 1, "world": 2, "bytes": 6e8, "pct_roof": 1.0}
+    ways = [("none", "replicated"), ("collective", "sharded"), ("peer", "sharded"), ("peer", "auto")]
+    rows = [
+        {"op": "cp", **load, "context": context, "transport": transport, "dispatch": dispatch, "us": us + context / 4096}
+        for context in (4096, 65_536)
+        for us, (transport, dispatch) in enumerate(ways, 1)
+    ]
+    exchange = {"op": "exchange", "world": 2, "rows": 8, "transport": "peer", "us": 3.0, "us_queries": 1.0}
+    rows += [exchange, {**exchange, "rows": 32}, {**exchange, "gpus": 2}, {**exchange, "gpus": 2, "rows": 32}]
+    result = result_of(*rows)
+    assert shared_steps(result) == []
+    drawn = pictures([result])
+    assert [picture.name for picture in drawn] == ["01-ways", "02-exchange"]  # nothing here is a rank's part alone
+    assert drawn[0].title == "a step on 2 GPUs, bf16"
+    assert drawn[0].render("png").startswith(b"\x89PNG")
+    svg = drawn[1].render("svg").decode()
+    assert "peer, 2 GPUs: keys" in svg
+    assert "peer, 2 ranks: keys" in svg
+    assert "the read roof" not in Page(render_page([result], drawn)).text
+
+
 def test_a_failed_case_and_odd_names_are_told_as_text(tmp_path):
     told = json.loads(FILES[0].read_text())
     told["failures"] = [{"op": "decode", "error": "<b>row 4</b>"}]

@@ -19,11 +19,9 @@ from lightning_indexer.workspace import StepPlan, Workspace
 INT32 = (torch.int32,)
 
 
-def check_shard(shard: Shard | None, device: torch.device) -> Shard:
+def check_shard(shard: Shard | None) -> Shard:
     require(shard is None or isinstance(shard, Shard), "shard", "a Shard or None", type(shard).__name__)
-    shard = Shard() if shard is None else shard
-    require(shard.by == "block" or device.type == "cpu", "shard", f'by="block" on {device.type}', f"by={shard.by!r}")
-    return shard
+    return Shard() if shard is None else shard
 
 
 def check_query(q: torch.Tensor, cache: IndexCache | torch.Tensor, spec: IndexerSpec) -> IndexCache:

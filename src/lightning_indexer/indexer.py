@@ -37,9 +37,11 @@ from lightning_indexer.checks import check_choice, check_int, check_tensor, requ
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
 from lightning_indexer.ops import backend_of, check_device, make_plan
+from lightning_indexer.pieces import Pieces
 from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.precompile import one_page
 from lightning_indexer.ranks import ProcessRanks, Ranks, UnmappedError, gpu_name, ranks_of
+from lightning_indexer.rows import visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import SHARE_FIELDS, StepPlan, Workspace, unscored_blocks
@@ -62,9 +64,12 @@ class _Step:
 
 
 class _MicroBatch:
-    """What a step in flight needs for itself: scratch and plan on a GPU, and the memory of its exchange."""
+    """What a step in flight needs for itself: scratch and plan on a GPU, and the memory of its exchange.
 
-    def __init__(self, spec: IndexerSpec, max_rows: int, device: torch.device) -> None:
+    The plan lists up to `listed` pages of each request, which are 0 by block.
+    """
+
+    def __init__(self, spec: IndexerSpec, max_rows: int, listed: int, device: torch.device) -> None:
         self.collective: CollectiveTransport | None = None
         self.peer: Any = None  # PeerTransport; its module needs Triton
         self.workspace: Workspace | None = None
@@ -75,6 +80,8 @@ class _MicroBatch:
             self.shares = torch.empty(self.workspace.programs, SHARE_FIELDS, dtype=torch.int32, device=device)
             self.before = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
             self.lengths = torch.empty(max_rows, dtype=torch.int32, device=device)
+            self.owned = torch.empty(2 * max_rows * listed, dtype=torch.int32, device=device)
+            self.held = torch.empty(max_rows, dtype=torch.int32, device=device)
 
 
 class ContextParallelIndexer:
@@ -100,8 +107,9 @@ class ContextParallelIndexer:
         timeout: seconds to wait for a missing rank at construction and in each step; None takes the group's own, and a
             minute within kernels.
         shard_by: "block" (every rank holds the whole cache, and scores logical block `b` if `b % P` is its number) or "page"
-            (on the CPU: it holds physical page `p` as its page `p // P` if `p % P` is its number, and scores what it holds;
-            see `Shard`). By page every step is shared, as no other rank could score its blocks.
+            (it holds physical page `p` as its page `p // P` if `p % P` is its number, and scores what it holds; see `Shard`).
+            By page every step is shared, as no other rank could score its blocks, and on a GPU each micro-batch takes
+            `8 * max_rows * ceil(max_seq_len / B)` bytes for the lists of what the rank holds of each request.
         threshold: pages for "auto"; None has `warmup` measure them, and shares every step until then. See `thresholds`.
         micro_batches: steps that may be in flight at once, each on a stream of its own.
 
@@ -148,7 +156,6 @@ class ContextParallelIndexer:
             require(transport != "collective" or process, "transport", '"peer" for virtual ranks', repr(transport))
             gpu = backend_of(self.device).on_gpu
             require(process or gpu, "group", "processes, on the CPU", "virtual ranks")
-            require(shard_by == "block" or not gpu, "shard_by", '"block" on a GPU', repr(shard_by))
             whole = shard_by == "block" or dispatch != "replicated"
             require(whole, "dispatch", '"sharded" or "auto" where pages are sharded', repr(dispatch))
             require(transport != "peer" or gpu, "transport", '"collective" or "auto" on the CPU', repr(transport))
@@ -172,10 +179,12 @@ class ContextParallelIndexer:
         self.max_seq_len = max_seq_len
         self.owned_heads = spec.owned_heads(self.rank, self.world)
         self.shard = Shard(self.rank, self.world, shard_by)
-        self._batches = [_MicroBatch(spec, max_rows, self.device) for _ in range(micro_batches)]
+        listed = visible_blocks(max_seq_len, spec.block_size) if shard_by == "page" else 0
+        self._batches = [_MicroBatch(spec, max_rows, listed, self.device) for _ in range(micro_batches)]
         alone = dispatch == "replicated" or self.world == 1
         self.transport = None if alone else self._connect(transport)
-        self.dispatch = "replicated" if alone else dispatch if self.transport == "peer" else "sharded"
+        chosen = dispatch if self.transport == "peer" and shard_by == "block" else "sharded"
+        self.dispatch = "replicated" if alone else chosen
         self._calibrates = threshold is None and self.dispatch == "auto"
         given = calibration.ALWAYS if threshold is None else threshold
         # Pages of all requests together up to which "auto" does not share a step, by the most rows that this holds for.
@@ -314,11 +323,13 @@ class ContextParallelIndexer:
         order: str = "score",
         max_seq_len: int | None = None,
         cache_format: str = "bf16",
+        block_table: torch.Tensor | None = None,
         out: StepPlan | None = None,
     ) -> StepPlan:
         """What `decode` derives from the lengths, for all layers of a step: see `lightning_indexer.plan_step`.
 
-        Optional: without it "peer" makes the plan in every call, and others do without. It holds the choice of "auto", too.
+        Optional: without it "peer", and any transport on a GPU with `shard_by="page"`, makes the plan in every call, and
+        others do without. It holds the choice of "auto", too.
 
         Args:
             seq_lens: `[R]` int32.
@@ -326,6 +337,8 @@ class ContextParallelIndexer:
             order: of the `decode` calls.
             max_seq_len: B times the columns of their block table, if that is less than the indexer's `max_seq_len`.
             cache_format: format of their cache.
+            block_table: `[R, max_blocks]` int32, theirs, and a bound as `max_seq_len` is one; needed with
+                `shard_by="page"` only, where it must not change before the step's last `decode`.
             out: an earlier plan, made anew in place.
 
         Raises:
@@ -338,9 +351,11 @@ class ContextParallelIndexer:
             check_int("max_seq_len", max_seq_len, 0)
         check_choice("cache_format", cache_format, tuple(FORMATS))
         longest = self.max_seq_len if max_seq_len is None else min(max_seq_len, self.max_seq_len)
+        if block_table is not None:
+            longest = min(longest, check_table(block_table, seq_lens, self.spec, None))
         threshold = self._threshold(len(seq_lens) * query_len)
         packed = is_packed(FORMATS[cache_format])
-        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, threshold, packed, out)
+        return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, threshold, packed, out, block_table)
 
     def run_plan(
         self,
@@ -392,7 +407,7 @@ class ContextParallelIndexer:
             order: "score" (the total order) or "block" (ascending ids).
             sparse_table: filled for the owned heads as well.
             out: `[h, T, K]` int32, last dim contiguous.
-            plan: `plan_step` of the same lengths, shared by all layers of a step.
+            plan: `plan_step` of the same lengths, and by page the same table, shared by all layers of a step.
             micro_batch: whose memory to use; steps that may overlap need different ones, the same on every rank.
 
         Returns:
@@ -436,8 +451,8 @@ class ContextParallelIndexer:
         step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if talks else check()
         batch = self._batches[micro_batch]
         alone = self.transport is None
-        if plan is None and batch.peer is not None:
-            plan = self._plan(batch, step, query_len, order)
+        if plan is None and (batch.peer is not None or (backend.on_gpu and self._worked_shard.by == "page")):
+            plan = self._plan(batch, step, block_table, query_len, order)
         rest = (step.cache, block_table, seq_lens, spec, query_len, step.longest)
         if alone or (batch.peer is not None and not len(seq_lens)):
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
@@ -467,10 +482,12 @@ class ContextParallelIndexer:
         order: str = "score",
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The ids of `lightning_indexer.prefill` for the owned heads, with every rank scoring its blocks. On the CPU.
+        """The ids of `lightning_indexer.prefill` for the owned heads, with every rank scoring its blocks.
 
         Chunks go through `decode` in pieces of up to `max_rows` rows, each with an exchange of its own, so memory does not
-        grow with the chunk.
+        grow with the chunk but for the ids. On a GPU a step's rows are those of up to `max_rows / Q` requests of
+        `Q = min(16, max_rows)` rows, which is the query length to warm up for, and nothing waits for the GPU. "replicated",
+        which exchanges nothing, takes the prefill kernel instead.
 
         Args:
             q: `[T, h, D]` or `[T, H, D]`, `T >= cu_seqlens_q[R]`; T may exceed `max_rows`.
@@ -483,46 +500,81 @@ class ContextParallelIndexer:
             `[h, T, K]` int32 logical block ids, left-packed, -1 padded; rows outside every chunk are -1.
 
         Raises:
-            ValueError, RuntimeError: as `decode`; or a GPU, where `lightning_indexer.prefill` scores the owned heads.
+            ValueError, RuntimeError: as `decode`.
         """
-        spec, owned = self.spec, len(self.owned_heads)
+        spec, owned, backend = self.spec, self.owned_heads, backend_of(self.device)
 
-        def check() -> tuple[list[int], list[int], torch.Tensor]:
-            require(self.device.type == "cpu", "device", "cpu, for a prefill over ranks", self.device.type)
+        def check() -> tuple[IndexCache, int, torch.Tensor]:
             checked = as_cache(cache, spec)
+            require(checked.device == self.device, "cache", f"device {self.device}", f"device {checked.device}")
             check_tensor("q", q, ("T", "heads", spec.head_dim), checked.format.query_dtypes, self.device)
-            counts = f"{owned} owned or all {spec.num_heads} heads"
-            require(q.shape[1] in (owned, spec.num_heads), "q", counts, f"{q.shape[1]} heads")
+            counts = f"{len(owned)} owned or all {spec.num_heads} heads"
+            require(q.shape[1] in (len(owned), spec.num_heads), "q", counts, f"{q.shape[1]} heads")
             check_tensor("seq_lens", seq_lens, ("R",), INT32, self.device, unit_stride=False)
             bounds_shape, dtypes = (len(seq_lens) + 1,), (torch.int32, torch.int64)
             check_tensor("cu_seqlens_q", cu_seqlens_q, bounds_shape, dtypes, self.device, unit_stride=False)
             longest = min(check_table(block_table, seq_lens, spec, None), self.max_seq_len)
             check_lengths(seq_lens, self.max_seq_len, "max_seq_len")
-            bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
-            check_chunks(bounds, lengths, q.shape[0], longest)
+            if self.device.type == "cpu":
+                check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), q.shape[0], longest)
             check_order(order)
-            return bounds, lengths, check_ids_out(out, owned, q.shape[0], spec, self.device)
+            return checked, longest, check_ids_out(out, len(owned), q.shape[0], spec, self.device)
 
-        told = self._agree("prefill", check, lambda checked: {"bounds": checked[0], "lengths": checked[1]})
-        bounds, lengths, ids = told
-        ids.fill_(-1)
-        for request, (start, end) in enumerate(itertools.pairwise(bounds)):
-            for first in range(start, end, self.max_rows):
-                last = min(end, first + self.max_rows)
-                seen = torch.tensor([lengths[request] - (end - last)], dtype=torch.int32)
-                table, rows = block_table[request : request + 1], slice(first, last)
-                self.decode(q[rows], cache, table, seen, query_len=last - first, order=order, out=ids[:, rows])
+        def outline(checked: tuple[IndexCache, int, torch.Tensor]) -> Message:
+            return {"checksum of cu_seqlens_q": _checksum(cu_seqlens_q), "checksum of seq_lens": _checksum(seq_lens)}
+
+        checked, longest, ids = self._agree("prefill", check, outline) if self.device.type == "cpu" else check()
+        if self.transport is None:
+            mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
+            backend.prefill(mine, checked, block_table, cu_seqlens_q, seq_lens, spec, longest, order, ids, None)
+        elif backend.on_gpu and len(seq_lens) and len(q):
+            pieces = Pieces.of(cu_seqlens_q, seq_lens, len(q), min(MAX_QUERY_LEN, self.max_rows), longest)
+            self._prefill_pieces(q, checked, block_table, pieces, order, ids)
+        else:
+            ids.fill_(-1)
+            bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+            for request, (start, end) in enumerate(itertools.pairwise(bounds)):
+                for first in range(start, end, self.max_rows):
+                    last = min(end, first + self.max_rows)
+                    seen = torch.tensor([lengths[request] - (end - last)], dtype=torch.int32)
+                    table, rows = block_table[request : request + 1], slice(first, last)
+                    self.decode(q[rows], checked, table, seen, query_len=last - first, order=order, out=ids[:, rows])
         return ids
 
-    def _plan(self, batch: _MicroBatch, step: _Step, query_len: int, order: str) -> StepPlan:
+    def _prefill_pieces(
+        self, q: torch.Tensor, cache: IndexCache, block_table: torch.Tensor, pieces: Pieces, order: str, ids: torch.Tensor
+    ) -> None:
+        """Decode steps of as many pieces as `max_rows` holds."""
+        size, many = pieces.size, self.max_rows // pieces.size
+        found = torch.empty(ids.shape[0], len(pieces.rows), ids.shape[2], dtype=ids.dtype, device=ids.device)
+        words = q.view(torch.uint8) if q.element_size() == 1 else q  # torch indexes no 8-bit floats
+        for first in range(0, len(pieces.requests), many):
+            some, rows = slice(first, first + many), slice(first * size, (first + many) * size)
+            self.decode(
+                words.index_select(0, pieces.rows[rows]).view(q.dtype),
+                cache,
+                block_table.index_select(0, pieces.requests[some]),
+                pieces.seq_lens[some],
+                query_len=size,
+                order=order,
+                out=found[:, rows],
+            )
+        ids.copy_(found.index_select(1, pieces.places).masked_fill(~pieces.inside[:, None], -1))
+
+    def _plan(self, batch: _MicroBatch, step: _Step, block_table: torch.Tensor, query_len: int, order: str) -> StepPlan:
         """A plan for one call, in memory that a graph finds again."""
-        requests = step.seq_lens.shape[0]
+        requests, shard = step.seq_lens.shape[0], self._worked_shard
         threshold = self._threshold(requests * query_len)
         facts = unscored_blocks(self.spec, order), step.longest, threshold
         packed = is_packed(step.cache.format)
         shares = batch.shares[: decode_programs(device_facts(self.device), packed)]
-        plan = StepPlan(shares, batch.before[: requests + 1], self._worked_shard, self.spec.block_size, *facts)
-        return make_plan(step.seq_lens, self.spec, step.longest, order, self._worked_shard, threshold, packed, plan)
+        owned = held = None
+        if shard.by == "page":
+            blocks = visible_blocks(step.longest, self.spec.block_size)
+            owned = batch.owned[: 2 * requests * blocks].view(2, requests, blocks)
+            held = batch.held[:requests]
+        plan = StepPlan(shares, batch.before[: requests + 1], shard, self.spec.block_size, *facts, owned, held)
+        return make_plan(step.seq_lens, self.spec, step.longest, order, shard, threshold, packed, plan, block_table)
 
     def _agree(self, subject: str, check: Callable[[], Checked], outline: Callable[[Checked], Message]) -> Checked:
         """Check this rank's arguments, then tell the others what they are, or that they are wrong."""
@@ -578,6 +630,10 @@ class ContextParallelIndexer:
             "dtype of q": str(q.dtype).removeprefix("torch."),
             "query_len": query_len,
             "requests": step.seq_lens.shape[0],
-            "checksum of seq_lens": zlib.crc32(bytes(step.seq_lens.contiguous().view(torch.uint8).tolist())),
+            "checksum of seq_lens": _checksum(step.seq_lens),
             "cache format": step.cache.format.name,
         }
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(bytes(tensor.contiguous().view(torch.uint8).tolist()))

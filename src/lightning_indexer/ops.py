@@ -92,8 +92,8 @@ def score_blocks(
         spec: geometry and rules.
         query_len: Q, rows per request.
         max_seq_len: bound for `seq_lens`; None takes all that the table can hold.
-        shard: whose blocks to score; None is the whole context. `by="page"`: on the CPU, `cache` holds the rank's own pages,
-            and the table tells pages of the whole group.
+        shard: whose blocks to score; None is the whole context. `by="page"`: `cache` holds the rank's own pages, and the
+            table tells pages of the whole group.
         out: `[H, T, L]` float32, `L = ceil(ceil(max_seq_len / B) / world)`; slot `l` is block `l * world + rank`. By page
             `L = ceil(max_seq_len / B)`, slot `l` is block `l`, and only owned ones are written.
 
@@ -104,12 +104,15 @@ def score_blocks(
         ValueError: an argument's shape, dtype, device or stride, or a length above the bound.
     """
     cache, longest = check_decode(q, cache, block_table, seq_lens, spec, query_len, max_seq_len)
-    shard = check_shard(shard, q.device)
+    shard = check_shard(shard)
     shape = (q.shape[1], q.shape[0], shard.width(visible_blocks(longest, spec.block_size)))
     if out is None:
         out = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     check_tensor("out", out, shape, (torch.float32,), q.device)
-    backend_of(q.device).score_blocks(q, cache, block_table, seq_lens, spec, query_len, longest, shard, out)
+    plan = None
+    if shard.by == "page":
+        plan = make_plan(seq_lens, spec, longest, "score", shard, None, is_packed(cache.format), None, block_table)
+    backend_of(q.device).score_blocks(q, cache, block_table, seq_lens, spec, query_len, longest, shard, out, plan)
     return out
 
 
@@ -143,7 +146,7 @@ def select_keys(
         ValueError: an argument's shape, dtype, device or stride, or a length with more blocks than `scores` has.
     """
     check_tensor("scores", scores, ("H", "T", "L"), (torch.float32,))
-    shard = check_shard(shard, scores.device)
+    shard = check_shard(shard)
     check_rows("scores", scores.shape[1], seq_lens, spec, query_len, scores.device)
     heads, rows, width = scores.shape
     # The most of which the shard owns no more than `width`.
@@ -153,13 +156,12 @@ def select_keys(
     if out is None:
         out = torch.empty(heads, rows, spec.topk, dtype=torch.int64, device=scores.device)
     check_tensor("out", out, (heads, rows, spec.topk), (torch.int64,), scores.device)
+    table = block_table if shard.by == "page" else None
     if shard.by == "page":
-        require(block_table is not None, "block_table", 'a table, for a shard by="page"', "None")
-        assert block_table is not None
-        check_table(block_table, seq_lens, spec, None)
-        torch_backend.select_page_keys(scores, block_table, seq_lens, spec, query_len, shard, out)
-    else:
-        backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out)
+        require(table is not None, "block_table", 'a table, for a shard by="page"', "None")
+        assert table is not None
+        check_table(table, seq_lens, spec, None)
+    backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out, table)
     return out
 
 
@@ -261,12 +263,14 @@ def plan_step(
     order: str = "score",
     shard: Shard | None = None,
     cache_format: str = "bf16",
+    block_table: torch.Tensor | None = None,
     out: StepPlan | None = None,
 ) -> StepPlan:
     """What `decode` derives from the lengths, for all layers of a step: an even split of the pages over the GPU.
 
     Optional: `decode` without a plan computes the same in every call. A plan is good for the lengths it was made from; those
-    and the block table must not change between this call and the `decode` calls, which read them early.
+    and the block table must not change between this call and the `decode` calls, which read them early. A shard by page
+    has the plan list its pages of each request: 8 bytes for each block of the bound.
 
     Args:
         seq_lens: `[R]` int32.
@@ -276,20 +280,23 @@ def plan_step(
         order: the order of the `decode` calls.
         shard: whose blocks; None is the whole context.
         cache_format: format of the caches of the `decode` calls. Another one's plan is as right, but not as fast.
+        block_table: `[R, max_blocks]` int32, the one of the `decode` calls; needed by page only.
         out: an earlier plan on the same device, made anew in place, so that a captured graph finds it.
 
     Returns:
         `out` or a new plan; on the CPU an empty one.
 
     Raises:
-        ValueError: an argument's shape, dtype or device.
+        ValueError: an argument's shape, dtype or device, or a shard by page and no table.
     """
     check_tensor("seq_lens", seq_lens, ("R",), INT32, unit_stride=False)
     check_order(order)
     check_int("max_seq_len", max_seq_len, 0)
     check_choice("cache_format", cache_format, tuple(FORMATS))
-    packed = is_packed(FORMATS[cache_format])
-    return make_plan(seq_lens, check_spec(spec), max_seq_len, order, check_shard(shard, seq_lens.device), None, packed, out)
+    spec, shard, packed = check_spec(spec), check_shard(shard), is_packed(FORMATS[cache_format])
+    if block_table is not None:
+        check_table(block_table, seq_lens, spec, max_seq_len)
+    return make_plan(seq_lens, spec, max_seq_len, order, shard, None, packed, out, block_table)
 
 
 def make_plan(
@@ -301,19 +308,25 @@ def make_plan(
     threshold: int | None,
     packed: bool,
     out: StepPlan | None,
+    block_table: torch.Tensor | None = None,
 ) -> StepPlan:
     """`plan_step` of checked arguments, for a step that the ranks share only past `threshold` pages."""
     device, requests = seq_lens.device, seq_lens.shape[0]
     longest = min(max_seq_len, torch.iinfo(torch.int32).max)
+    require(shard.by == "block" or block_table is not None, "block_table", 'a table, for a shard by="page"', "None")
     facts = shard, spec.block_size, unscored_blocks(spec, order), longest, threshold
     if backend_of(device) is torch_backend:
         return StepPlan(None, None, *facts)
     if out is None:
         programs = decode_programs(device_facts(device), packed)
         shares = torch.empty(programs, SHARE_FIELDS, dtype=torch.int32, device=device)
-        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), *facts)
+        owned = held = None
+        if shard.by == "page":
+            owned = torch.empty(2, requests, visible_blocks(longest, spec.block_size), dtype=torch.int32, device=device)
+            held = torch.empty(requests, dtype=torch.int32, device=device)
+        out = StepPlan(shares, torch.empty(requests + 1, dtype=torch.int32, device=device), *facts, owned, held)
     check_plan(out, spec, shard, requests, order, longest, threshold)
-    backend_of(device).plan_step(seq_lens, spec, longest, shard, out)
+    backend_of(device).plan_step(seq_lens, spec, longest, shard, out, block_table)
     return out
 
 

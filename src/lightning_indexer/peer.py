@@ -12,7 +12,7 @@ from lightning_indexer.kernels import box as boxes
 from lightning_indexer.kernels import exchange as kernels
 from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters
 from lightning_indexer.ranks import Ranks, gpu_name
-from lightning_indexer.spec import IndexerSpec, Shard
+from lightning_indexer.spec import IndexerSpec
 from lightning_indexer.table import SparseTable
 from lightning_indexer.triton_backend import Decode, Inbox, Owner, on_its_device
 from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
@@ -118,10 +118,9 @@ def _decode(
     inbox = _inbox(q, transport, query_len, dry)
     if q.shape[1] != spec.num_heads and inbox is None:
         q = _gather_queries(q, transport, plan, dry)
-    shard = Shard(transport.ranks.rank, transport.ranks.world)
     owner = Owner(transport.owned.start, len(transport.owned), transport.steps, not dry, inbox)
     free = unscored_blocks(spec, order)
-    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, shard, plan, workspace, owner)
+    step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, plan.shard, plan, workspace, owner)
     step.score(None)
     _exchange(step, transport, plan, order, sparse_table, out, dry)
 
@@ -144,6 +143,8 @@ def _inbox(q: torch.Tensor, transport: PeerTransport, query_len: int, dry: bool)
         words,
         transport.query_words,
         transport.query_half,
+        ranks.rank,
+        ranks.world,
         spec.replicas(ranks.world),
         transport.max_rows,
         DRY if dry else transport.polls,
@@ -255,6 +256,7 @@ def _exchange(
         AUTO=plan.threshold is not None,
         SOLE=transport.sole,
         EMPTIED=0 if step.inbox is None else step.inbox.words,
+        LISTED=step.listed,
         PDL=step.policy.pdl,
         **step.policy.select_options(),
     )

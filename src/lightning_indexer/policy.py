@@ -10,6 +10,7 @@ import torch
 from lightning_indexer.checks import require
 
 SELECT_WARPS = 4
+LIST_WARPS = 8  # 32 page ids for each thread to ask for at once
 FEW_ROWS = 16  # to write, per multiprocessor
 PREFETCH_BYTES = 128 * 16  # 128 lanes ask for 16 bytes or a multiple each
 
@@ -46,6 +47,14 @@ class DecodePolicy:
     def select_options(self) -> dict[str, Any]:
         """Keyword arguments of the launch that selects."""
         return {"num_warps": SELECT_WARPS} | _pdl_option(self.pdl)
+
+    def plan_options(self, listed: bool) -> dict[str, Any]:
+        """Keyword arguments of the launch that plans a step, `listed` behind the one that lists pages."""
+        return _pdl_option(self.pdl and listed)
+
+    def list_options(self) -> dict[str, Any]:
+        """Keyword arguments of the launch that lists pages."""
+        return {"num_warps": LIST_WARPS} | _pdl_option(self.pdl)
 
     @property
     def select_threads(self) -> int:

@@ -202,4 +202,5 @@ class Shard:
             return slot_mapping
         page = slot_mapping // block_size
         own = (slot_mapping >= 0) & self.holds(page)
-        return torch.where(own, self.local_pages(page) * block_size + slot_mapping % block_size, -1)
+        # Not `where`, which may bring its -1 from the host: a graph captures this.
+        return (self.local_pages(page) * block_size + slot_mapping % block_size).masked_fill(~own, -1)

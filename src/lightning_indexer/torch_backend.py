@@ -129,6 +129,7 @@ def score_blocks(
     longest: int,
     shard: Shard,
     out: torch.Tensor,
+    plan: StepPlan | None = None,
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
     for rows in decode_requests(q, block_table, seq_lens.clamp(max=longest), query_len):
@@ -182,23 +183,20 @@ def decode(
 
 
 def select_keys(
-    scores: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, query_len: int, shard: Shard, out: torch.Tensor
-) -> None:
-    """First K candidates of each row of `scores` `[H, T, L]`, of a shard by block, into `out` `[H, T, K]`."""
-    lengths = decode_lengths(seq_lens, query_len, scores.shape[1])
-    out.copy_(row_keys(scores, lengths, spec, shard.blocks(scores.shape[-1], scores.device)))
-
-
-def select_page_keys(
     scores: torch.Tensor,
-    block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     spec: IndexerSpec,
     query_len: int,
     shard: Shard,
     out: torch.Tensor,
+    block_table: torch.Tensor | None = None,
 ) -> None:
-    """First K candidates of each row of `scores` `[H, T, N]`, of a shard by page, into `out` `[H, T, K]`."""
+    """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`; by page `block_table` tells the owned."""
+    if shard.by == "block":
+        lengths = decode_lengths(seq_lens, query_len, scores.shape[1])
+        out.copy_(row_keys(scores, lengths, spec, shard.blocks(scores.shape[-1], scores.device)))
+        return
+    assert block_table is not None
     out.zero_()
     for rows in decode_requests(scores.transpose(0, 1), block_table, seq_lens, query_len):
         blocks = owned_blocks(rows, spec, shard)

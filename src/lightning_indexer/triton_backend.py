@@ -12,6 +12,7 @@ import triton
 from lightning_indexer.cache import CacheFormat, Fp8Format, IndexCache, is_packed
 from lightning_indexer.checks import require
 from lightning_indexer.kernels import decode as decode_kernels
+from lightning_indexer.kernels import owned as owned_kernels
 from lightning_indexer.kernels import prefill as prefill_kernels
 from lightning_indexer.kernels import select as select_kernels
 from lightning_indexer.kernels import write as write_kernels
@@ -49,6 +50,7 @@ TILE_KEYS = 4096  # keys that a prefill tile holds in registers
 MIN_SPLIT_BLOCKS = 2
 MERGE_COLUMNS = 4  # of a prefill tile that one program merges
 MERGE_LANES = 128  # candidates of each that it sorts at once; no less than twice the largest K
+LIST_PROGRAMS = 4  # per multiprocessor, at least if the requests are long enough: all of them at once
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,25 +133,73 @@ class Pages:
 
 
 @on_its_device
-def plan_step(seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, plan: StepPlan) -> None:
-    """Every program's share of a step, and the pages before each request, into `plan`."""
+def plan_step(
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    longest: int,
+    shard: Shard,
+    plan: StepPlan,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Every program's share of a step, the pages before each request, and by page the lists of `block_table`, into `plan`."""
     assert plan.shares is not None
     programs = len(plan.shares)
+    policy = decode_policy(device_facts(seq_lens.device), 0)
+    lengths, free, work = seq_lens, plan.free, shard
+    if plan.held is not None:
+        assert block_table is not None
+        list_pages(seq_lens, spec, longest, shard, plan, block_table)
+        lengths, free, work = plan.held, 0, Shard()
     decode_kernels.plan_kernel[(programs + len(seq_lens) + 1,)](
         plan.shares,
         plan.before,
+        lengths,
+        lengths.stride(0),
         seq_lens,
         seq_lens.stride(0),
         len(seq_lens),
         longest,
-        plan.free,
+        free,
         plan.threshold or 0,
-        shard.rank,
-        shard.world,
+        work.rank,
+        work.world,
         programs,
         BLOCK=spec.block_size,
         AUTO=plan.threshold is not None,
-        PDL=decode_policy(device_facts(seq_lens.device), 0).pdl,
+        LISTED=plan.held is not None,
+        PDL=policy.pdl,
+        **policy.plan_options(plan.held is not None),
+    )
+
+
+def list_pages(
+    seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, plan: StepPlan, block_table: torch.Tensor
+) -> None:
+    """What the shard owns of each request, into `plan`."""
+    if not len(seq_lens):
+        return
+    assert plan.owned is not None
+    assert plan.held is not None
+    facts = device_facts(seq_lens.device)
+    policy = decode_policy(facts, 0)
+    width = plan.owned.shape[2]
+    programs = min(-(-width // owned_kernels.CHUNK.value), -(-LIST_PROGRAMS * facts.processors // len(seq_lens)))
+    owned_kernels.list_kernel[(len(seq_lens), max(1, programs))](
+        plan.owned[0],
+        plan.owned[1],
+        plan.held,
+        block_table,
+        block_table.stride(0),
+        seq_lens,
+        seq_lens.stride(0),
+        longest,
+        plan.free,
+        shard.rank,
+        width,
+        WORLD=shard.world,
+        BLOCK=spec.block_size,
+        PDL=policy.pdl,
+        **policy.list_options(),
     )
 
 
@@ -164,9 +214,10 @@ def score_blocks(
     longest: int,
     shard: Shard,
     out: torch.Tensor,
+    plan: StepPlan | None = None,
 ) -> None:
     """Decode scores of a shard into `out` `[H, T, L]`, visible slots only."""
-    Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, None, None).score(out)
+    Decode(q, cache, block_table, seq_lens, spec, query_len, longest, 0, shard, plan, None).score(out)
 
 
 @on_its_device
@@ -215,16 +266,26 @@ def decode_keys(
 
 @on_its_device
 def select_keys(
-    scores: torch.Tensor, seq_lens: torch.Tensor, spec: IndexerSpec, query_len: int, shard: Shard, out: torch.Tensor
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    query_len: int,
+    shard: Shard,
+    out: torch.Tensor,
+    block_table: torch.Tensor | None = None,
 ) -> None:
-    """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`."""
+    """First K candidates of each row of `scores` `[H, T, L]` into `out` `[H, T, K]`; by page `block_table` tells the owned."""
     heads, rows, width = scores.shape
     keep = keys_kept(spec.topk)
+    if block_table is not None:
+        width = min(width, block_table.shape[1])
     if rows:
         select_kernels.select_kernel[(rows, heads)](
             scores,
             seq_lens,
             seq_lens.stride(0),
+            seq_lens if block_table is None else block_table,
+            0 if block_table is None else block_table.stride(0),
             out,
             len(seq_lens),
             query_len,
@@ -240,6 +301,7 @@ def select_keys(
             KEEP=keep,
             LANES=max(256, keep),
             HIGHER=spec.tie_break == "higher",
+            BY_PAGE=shard.by == "page",
         )
 
 
@@ -300,10 +362,16 @@ class Inbox:
     words: int  # of a head's queries
     first: int  # word of a box
     half: int  # words
+    rank: int
+    world: int
     replicas: int
     max_rows: int
     polls: int
     senders: int
+
+    def sizes(self) -> tuple[int, ...]:
+        """What `score_kernel` takes of it, from `query_words` on."""
+        return self.first, self.half, self.rank, self.world, self.replicas, self.max_rows, self.polls
 
 
 class Decode:
@@ -330,11 +398,18 @@ class Decode:
         self.requests, self.inbox = len(seq_lens), None if owner is None else owner.inbox
         self.heads = q.shape[1] if self.inbox is None else spec.num_heads
         self.plan = plan if plan is not None and plan.shares is not None else None
+        self.listed = shard.by == "page"
+        self.blocks = block_table
+        if self.listed:
+            assert plan is not None
+            assert plan.owned is not None
+            self.block_table, self.blocks = plan.owned[0], plan.owned[1]
+            self.shard = Shard()  # all that is listed
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
         self.owner = owner
         # A matrix product is 16 columns wide in any case.
-        narrow = owner is None or self.tiling.columns <= MATRIX_COLUMNS
-        self.own_tiling = self.tiling if narrow else DecodeTiling.of(spec, query_len, owner.heads)
+        narrow = self.tiling.columns <= MATRIX_COLUMNS
+        self.own_tiling = self.tiling if owner is None or narrow else DecodeTiling.of(spec, query_len, owner.heads)
         facts, self.pages = device_facts(q.device), Pages.of(cache, q)
         shares = None if self.plan is None else self.plan.shares
         packed = is_packed(cache.format)
@@ -358,6 +433,8 @@ class Decode:
             self.pages.data,
             self.pages.scale,
             self.block_table,
+            self.blocks,
+            self.seq_lens if self.plan is None else self.plan.before,
             self.seq_lens,
             self.seq_lens.stride(0),
             self.seq_lens if self.plan is None else self.plan.shares,
@@ -384,7 +461,7 @@ class Decode:
             self.pages.scale_stride,
             self.block_table.stride(0),
             *((0, 0) if scores is None else scores.stride()[:2]),
-            *((0,) * 5 if inbox is None else (inbox.first, inbox.half, inbox.replicas, inbox.max_rows, inbox.polls)),
+            *((0,) * 7 if inbox is None else inbox.sizes()),
             BLOCK=spec.block_size,
             DIM=spec.head_dim,
             COLUMNS=tiling.columns,
@@ -397,6 +474,7 @@ class Decode:
             BOXED=0 if inbox is None else inbox.words,
             SENDERS=0 if inbox is None else inbox.senders,
             PLANNED=self.plan is not None,
+            LISTED=self.listed,
             NATIVE=self.policy.native,
             CARRY=self.policy.carry,
             PAGE_BYTES=self.page_bytes,
@@ -441,6 +519,7 @@ class Decode:
             PARTS=table_parts(sparse_table, spec),
             KEYS=out.dtype == torch.int64,
             PLANNED=self.plan is not None,
+            LISTED=self.listed,
             PDL=self.policy.pdl,
             **self.policy.select_options(),
         )

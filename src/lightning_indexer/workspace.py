@@ -93,13 +93,13 @@ def unscored_blocks(spec: IndexerSpec, order: str) -> int:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What depends on a step's lengths only: made once per step by `plan_step`, used by `decode` in every layer.
+    """What depends on a step's lengths and its pages only: made once per step by `plan_step`, used by `decode` in every layer.
 
-    On the CPU there is nothing to plan, and both tensors are None.
+    On the CPU there is nothing to plan, and all tensors are None.
 
     Args:
         shares: `[programs, 6]` int32 on the GPU: each program's first page, its end, the request it begins in, the pages
-            before that request, its tokens, and the ranks that share the step (1: none does).
+            before that request, its tokens, and the ranks that share the step (1: none does), or by page the request's pages.
         before: `[R + 1]` int32: pages before each request, then all pages.
         shard: whose blocks were counted.
         block_size: B.
@@ -107,6 +107,9 @@ class StepPlan:
         longest: the bound for the lengths, in tokens.
         threshold: pages of all requests up to which the step is not shared among the ranks of the shard: each scores its own
             heads on the whole context. A request without scores counts as one. None shares it whatever the lengths.
+        owned: by page `[2, R, W]` int32, `W = ceil(longest / B)`: the shard's own pages of each request, and their blocks,
+            ascending; as many as `held` and `before` tell, undefined behind. None by block.
+        held: by page `[R]` int32: tokens that the listed blocks hold. None by block.
     """
 
     shares: torch.Tensor | None
@@ -116,6 +119,8 @@ class StepPlan:
     free: int
     longest: int
     threshold: int | None = None
+    owned: torch.Tensor | None = None
+    held: torch.Tensor | None = None
 
     def check(
         self, spec: IndexerSpec, shard: Shard, requests: int, order: str, longest: int, threshold: int | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_indexer.bench import peers
-from lightning_indexer.checks import check_int
+from lightning_indexer.checks import check_choice, check_int
 from lightning_indexer.rows import decode_lengths
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.traffic import index_bytes
@@ -74,16 +74,23 @@ class DecodeCase:
 class RankCase(DecodeCase):
     """What one rank of `world` does of a decode step: all `heads` on its blocks, up to its keys; no exchange.
 
-    Rank 0 is taken, which has the most blocks.
+    Rank 0 is taken, which has the most blocks. With `shard_by="page"` pages lie so that each rank holds those of its blocks by
+    block: what is read is the same, and the difference in time what the lists of a sharded cache cost.
     """
 
     world: int = 4
+    shard_by: str = "block"
 
     op = "cp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         IndexerSpec(num_heads=self.heads).owned_heads(0, self.world)
+        check_choice("shard_by", self.shard_by, ("block", "page"))
+
+    @property
+    def name(self) -> str:
+        return super().name + (", by page" if self.shard_by == "page" else "")
 
     @property
     def own(self) -> DecodeCase:
@@ -100,7 +107,8 @@ class RankCase(DecodeCase):
 
     def fields(self) -> dict[str, Any]:
         """As of a decode step, with the ranks; a rank alone has no transport."""
-        return super().fields() | {"world": self.world, "transport": "none", "dispatch": "sharded"}
+        fields = super().fields() | {"world": self.world, "transport": "none", "dispatch": "sharded"}
+        return fields | {"shard_by": "page"} if self.shard_by == "page" else fields
 
 
 @dataclass(frozen=True)
@@ -175,9 +183,9 @@ def decode_set(name: str, heads: int) -> list[DecodeCase]:
     return [DecodeCase(groups, query_len, heads) for groups, query_len in SKEWED]
 
 
-def rank_set(world: int, heads: int) -> list[RankCase]:
+def rank_set(world: int, heads: int, shard_by: str = "block") -> list[RankCase]:
     """The uniform batches that the peer was measured on."""
-    return [RankCase(((batch, context),), query_len, heads, world) for batch, context, query_len in peers.DECODE]
+    return [RankCase(((batch, context),), query_len, heads, world, shard_by) for batch, context, query_len in peers.DECODE]
 
 
 def gpus_set(world: int, heads: int) -> list[RankCase]:

@@ -36,10 +36,11 @@ class ExchangeRow:
     keys_us: float  # with keys exchanged and merged; all heads' queries were given
     queries_us: float  # with queries exchanged as well
     payload_bytes: int  # that a rank receives of keys
+    gpus: int = 1  # that the ranks have
 
     def as_json(self) -> dict[str, float | int | str]:
         """A row of the result file; `us` is what exchange and merge add."""
-        return {
+        told: dict[str, float | int | str] = {
             "op": "exchange",
             "world": self.world,
             "rows": self.rows,
@@ -50,6 +51,7 @@ class ExchangeRow:
             "us_local": round(self.local_us, 3),
             "bytes": self.payload_bytes,
         }
+        return told if self.gpus == 1 else told | {"gpus": self.gpus}
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,12 @@ class ExchangeCalls:
         self.out.fill_(UNWRITTEN)
 
 
-def exchange_row(calls: ExchangeCalls, times: Sequence[float]) -> ExchangeRow:
+def exchange_row(calls: ExchangeCalls, times: Sequence[float], gpus: int) -> ExchangeRow:
     """A row of the times of `local`, `exchanged` and `gathered` on the slowest rank."""
     indexer, rows = calls.indexer, len(calls.inputs.seq_lens)
     received = exchange_bytes(indexer.spec, indexer.world, 0) * rows
     local, keys, queries = times
-    return ExchangeRow(indexer.world, rows, str(indexer.transport), local, keys, queries, received)
+    return ExchangeRow(indexer.world, rows, str(indexer.transport), local, keys, queries, received, gpus)
 
 
 def exchange_pool(
@@ -166,7 +168,7 @@ def measure_exchange(
             times.append(_time_ranks([getattr(calls, name) for calls in ranks], streams, protocol))
             for calls in ranks:
                 calls.verify()
-        rows.append(exchange_row(ranks[0], times))
+        rows.append(exchange_row(ranks[0], times, 1))
     return rows
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_indexer.bench.results import ResultFile
+from lightning_indexer.bench.results import ResultFile, exchange_name, is_layer
 from lightning_indexer.plan.cost import Setup, alone_us, rank_us, setup_exchanges
 from lightning_indexer.plan.exchange import SHARED_SOURCE, interpolate
 from lightning_indexer.plan.gpus import Gpu, gpu_of_device
@@ -48,7 +48,7 @@ class Picture:
 def pictures(results: list[ResultFile]) -> list[Picture]:
     """All that the results have data for, in the order of the page."""
     found = [picture for result in results for picture in _times(result)]
-    found += [*_roofs(results), *_shared_steps(results), *_maps(results), *_exchanges(results)]
+    found += [*_roofs(results), *_shared_steps(results), *_ways(results), *_maps(results), *_exchanges(results)]
     return [replace(picture, name=f"{number:02}-{picture.name}") for number, picture in enumerate(found, 1)]
 
 
@@ -77,14 +77,14 @@ def shared_steps(result: ResultFile) -> list[SharedStep]:
     alone = {(_load(row), row["heads"]): row["us"] for row in result.rows if row["op"] == "decode"}
     found = []
     for row in result.rows:
-        if row["op"] != "cp" or row.get("transport") != "none":
+        if row["op"] != "cp" or not is_layer(row):
             continue
         own = _load(row), max(1, row["heads"] // row["world"])
         if own in alone:
             points = sorted(
                 (each["rows"], each["us"])
                 for each in result.rows
-                if each["op"] == "exchange" and each["world"] == row["world"]
+                if each["op"] == "exchange" and each["world"] == row["world"] and each["transport"] == "peer"
             )
             if points:
                 exchange = interpolate(points, row["batch"] * row["query_len"]) if len(points) > 1 else points[0][1]
@@ -114,6 +114,8 @@ def _times(result: ResultFile) -> list[Picture]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     ranks = any(row["op"] == "cp" for row in result.rows)
     for row in _uniform(result, "cp", "prefill", *(() if ranks else ("decode",))):
+        if row["op"] == "cp" and not is_layer(row):
+            continue
         varying = ("query_len", "world") if row["op"] != "prefill" else ()
         groups.setdefault((row["op"], _formats(row), row["heads"], *(row.get(key) for key in varying)), []).append(row)
     found: list[Picture] = []
@@ -153,7 +155,7 @@ def _draw_times(rows: list[dict[str, Any]]) -> Callable[[Any], None]:
 
 def _roofs(results: list[ResultFile]) -> list[Picture]:
     """Percent of the roof against what must be read, over all results."""
-    rows = [row for result in results for row in result.rows if row["op"] in ("decode", "cp") and row.get("bytes")]
+    rows = [row for result in results for row in result.rows if is_layer(row) and row.get("bytes")]
     found = []
     if rows:
 
@@ -216,6 +218,47 @@ def _shared_steps(results: list[ResultFile]) -> list[Picture]:
     return [Picture("dispatch", "what dispatch chooses between", caption, draw)]
 
 
+def _ways(results: list[ResultFile]) -> list[Picture]:
+    """Whole steps on ranks with a GPU each, in every way that they can be taken. A picture per ranks and formats."""
+    found = []
+    for result in results:
+        groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        for row in result.rows:
+            if row["op"] == "cp" and not is_layer(row):
+                groups.setdefault((row["world"], _formats(row)), []).append(row)
+        for (world, formats), rows in groups.items():
+            title = f"a step on {world} GPUs, {formats}"
+            caption = (
+                f"{title}: every way to take it, measured ({result.device}, {result.facts['date']}); the slowest rank's time "
+                "of a layer. Auto should take the lower of the times without CP and with peer."
+            )
+            found.append(Picture("ways", title, caption, _draw_ways(rows)))
+    return found
+
+
+WAYS = {
+    ("none", "replicated"): ("without CP", "o"),
+    ("collective", "sharded"): ("collective", "s"),
+    ("peer", "sharded"): ("peer", "D"),
+    ("peer", "auto"): ("auto", "_"),
+}
+
+
+def _draw_ways(rows: list[dict[str, Any]]) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        for way, (label, marker) in WAYS.items():
+            points = [row for row in rows if (row["transport"], row["dispatch"]) == way]
+            sizes = [row["batch"] * row["context"] for row in points]
+            axes.plot(sizes, [row["us"] for row in points], marker, markersize=11 if way[1] == "auto" else 5, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the step", ylabel="µs per layer")
+        _plain_ticks(axes.xaxis, _tokens)
+        _plain_ticks(axes.yaxis, _number)
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=9)
+
+    return draw
+
+
 def _maps(results: list[ResultFile]) -> list[Picture]:
     """Where sharing pays, by batch and context: modelled, with what was measured on it. A map per formats and ranks."""
     found = []
@@ -272,17 +315,20 @@ def _exchanges(results: list[ResultFile]) -> list[Picture]:
         return []
 
     def draw(axes: Any) -> None:
-        for world in sorted({row["world"] for row in rows}):
-            points = sorted((r["rows"], r["us"], r["us_queries"]) for r in rows if r["world"] == world)
-            sizes, keys, queries = zip(*points, strict=True)
-            axes.plot(sizes, keys, marker="o", label=f"{world} ranks: keys, merge")
-            axes.plot(sizes, queries, marker="s", linestyle=":", label=f"{world} ranks: queries")
+        for label in sorted({exchange_name(row) for row in rows}):
+            alike = [row for row in rows if exchange_name(row) == label]
+            sizes, keys, queries = zip(*sorted((r["rows"], r["us"], r["us_queries"]) for r in alike), strict=True)
+            axes.plot(sizes, keys, marker="o", label=f"{label}: keys, merge")
+            axes.plot(sizes, queries, marker="s", linestyle=":", label=f"{label}: queries")
         axes.set(xscale="log", xlabel="query rows of the step", ylabel="µs per layer", ylim=(0, None))
         _plain_ticks(axes.xaxis, _number)
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=9)
 
-    caption = f"What the peer exchange adds to a layer, measured on virtual ranks that share one GPU, as in {SHARED_SOURCE}."
+    caption = (
+        "What the exchange adds to a layer, measured: on GPUs of their own, or on virtual ranks that share one, as in "
+        f"{SHARED_SOURCE}."
+    )
     return [Picture("exchange", "the exchange", caption, draw)]
 
 

@@ -283,7 +283,7 @@ def _exchanges(
                 times.append(_slowest(ranks, call, plan.protocol))
                 if call != calls.local:
                     calls.verify()
-            found.append(exchange_row(calls, times))
+            found.append(exchange_row(calls, times, plan.world))
     return found
 
 

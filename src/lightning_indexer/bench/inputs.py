@@ -128,6 +128,13 @@ def prepare(
     return Step(spec, q, caches, block_table, seq_lens, case.query_len, ids, call, plan)
 
 
+def _dealt_table(block_table: torch.Tensor, world: int) -> torch.Tensor:
+    """A table of the whole group in which block `b` lies with rank `b % world`, as its page of `block_table`."""
+    ranks = torch.arange(block_table.shape[1], device=block_table.device) % world
+    dealt = block_table.long() * world + ranks
+    return torch.where(block_table == OUT_OF_CACHE, OUT_OF_CACHE, dealt).to(torch.int32)
+
+
 def _rank_step(
     case: RankCase,
     spec: li.IndexerSpec,
@@ -138,17 +145,17 @@ def _rank_step(
     bound: int,
 ) -> Step:
     backend, world, columns = backend_of(q.device), case.world, case.query_len * case.heads
-    shards = [li.Shard(rank, world) for rank in range(world)]
-    planned = partial(
-        li.plan_step, seq_lens, spec=spec, max_seq_len=bound, shard=shards[0], cache_format=caches[0].format.name
-    )
-    shares = planned()
+    shards = [li.Shard(rank, world, case.shard_by) for rank in range(world)]
+    table = _dealt_table(block_table, world) if case.shard_by == "page" else block_table
+    format = caches[0].format.name
+    planned = partial(li.plan_step, seq_lens, spec=spec, max_seq_len=bound, cache_format=format, block_table=table)
+    shares = planned(shard=shards[0])
     gpu = q.device.type == "cuda"
     workspace = li.Workspace(spec, max_requests=len(seq_lens), max_columns=columns, device=q.device) if gpu else None
     keys = torch.full((len(caches), case.heads, len(q), spec.topk), UNWRITTEN, dtype=torch.int64, device=q.device)
 
-    def rank_keys(view: int, shard: li.Shard, out: torch.Tensor, plan: li.StepPlan | None) -> torch.Tensor:
-        step = (q, caches[view], block_table, seq_lens, spec, case.query_len, bound)
+    def rank_keys(view: int, shard: li.Shard, out: torch.Tensor, plan: li.StepPlan) -> torch.Tensor:
+        step = (q, caches[view], table, seq_lens, spec, case.query_len, bound)
         backend.decode_keys(*step, shard, "score", out, plan, workspace)
         return out
 
@@ -156,10 +163,10 @@ def _rank_step(
         rank_keys(view, shards[0], keys[view], shares)
 
     def plan() -> None:
-        planned(out=shares)
+        planned(shard=shards[0], out=shares)
 
     def merged(view: int) -> torch.Tensor:
-        others = [rank_keys(view, shard, torch.empty_like(keys[view]), None) for shard in shards[1:]]
+        others = [rank_keys(view, shard, torch.empty_like(keys[view]), planned(shard=shard)) for shard in shards[1:]]
         return li.merge_keys(torch.stack([keys[view], *others]), seq_lens, spec=spec, query_len=case.query_len)
 
     return Step(spec, q, caches, block_table, seq_lens, case.query_len, keys, call, plan, merged)

@@ -6,7 +6,7 @@ import statistics
 from html import escape
 
 from lightning_indexer.bench.figures import Picture, pictures, shared_steps
-from lightning_indexer.bench.results import ResultFile, case_name, identity
+from lightning_indexer.bench.results import ResultFile, case_name, identity, is_layer
 from lightning_indexer.plan.cost import select_us
 from lightning_indexer.plan.gpus import gpu_of_device
 
@@ -85,7 +85,7 @@ def _summary(results: list[ResultFile]) -> str:
             told.append(
                 f"{op} over the peer: geometric mean of {len(ratios)} cases {mean:.2f}, worst {max(ratios):.2f}.".capitalize()
             )
-    large = [row for result in results for row in result.rows if row["op"] in ("decode", "cp") and row.get("bytes", 0) >= 5e8]
+    large = [row for result in results for row in result.rows if is_layer(row) and row.get("bytes", 0) >= 5e8]
     if large:
         least = min(row["pct_roof"] for row in large)
         told.append(f"Decode of 0.5 GB and more: at least {least:.0f} % of the read roof.")
@@ -117,7 +117,7 @@ def _promise(results: list[ResultFile]) -> str:
     for result in results:
         gpu = gpu_of_device(result.device)
         for row in result.rows if gpu is not None else []:
-            if row["op"] in ("decode", "cp") and row["us"] > 0:
+            if is_layer(row) and row["us"] > 0:
                 told = select_us(gpu, row["bytes"], row["batch"] * row["query_len"] * row["heads"])  # type: ignore[arg-type]
                 rows.append([case_name(row), f"{told:.1f}", f"{row['us']:.1f}", f"{row['us'] / told:.2f}"])
     if not rows:

@@ -42,7 +42,8 @@ def _place(row: Row) -> tuple[str, str, int]:
     if isinstance(case, PrefillCase):
         return f"prefill, heads {case.heads}", f"{case.tokens:,} new tokens", case.prefix + case.tokens
     if isinstance(case, RankCase):
-        panel = f"a rank of {case.world}, heads {case.heads}, query rows {case.query_len}"
+        by = ", by page" if case.shard_by == "page" else ""
+        panel = f"a rank of {case.world}{by}, heads {case.heads}, query rows {case.query_len}"
         return panel, f"batch {len(case.seq_lens)}", case.seq_lens[0]
     return f"decode, heads {case.heads}, query rows {case.query_len}", f"batch {len(case.seq_lens)}", case.seq_lens[0]
 

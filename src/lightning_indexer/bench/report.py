@@ -91,14 +91,17 @@ def _formats(rows: Sequence[Row | ModeRow]) -> str:
 
 
 def result_table(result: Result) -> str:
-    """One line per case; columns of the peer only where there is one."""
+    """One line per case; columns of the peer, and of the plan alone, only where there is one."""
     compared = bool(_compared(result))
+    planned = any(row.plan_us is not None for row in result.rows)
     heads = ["case", "layers", "us", "min", "max", _work_unit(result), "% roof"]
-    rows = [heads + (["peer us", "x peer"] if compared else [])]
+    rows = [heads + (["plan us"] if planned else []) + (["peer us", "x peer"] if compared else [])]
     for row in result.rows:
         timing = row.timing
         cells = [row.case.name, str(row.rotation.layers), f"{timing.us:.2f}", f"{timing.us_min:.2f}", f"{timing.us_max:.2f}"]
         cells += [_work(row), f"{row.pct_roof:.1f}"]
+        if planned:
+            cells.append("-" if row.plan_us is None else f"{row.plan_us:.2f}")
         if compared:
             cells += ["-", "-"] if row.ratio is None else [f"{row.peer_us:.1f}", f"{row.ratio:.2f}"]
         rows.append(cells)
@@ -128,7 +131,8 @@ def exchange_table(rows: list[ExchangeRow]) -> str:
     for row in rows:
         added = f"{row.keys_us - row.local_us:.2f}", f"{row.queries_us - row.keys_us:.2f}"
         local = f"{row.local_us:.2f}"
-        lines.append([str(row.world), f"{row.rows:,}", row.transport, local, *added, f"{row.payload_bytes:,}"])
+        ranks = f"{row.world} GPUs" if row.gpus > 1 else str(row.world)
+        lines.append([ranks, f"{row.rows:,}", row.transport, local, *added, f"{row.payload_bytes:,}"])
     return table(lines)
 
 

@@ -13,7 +13,10 @@ FACTS = ("device", "driver", "torch", "triton", "commit", "date")
 ROOFS = ("read_roof_TBps", "matrix_roof_TFLOPs")
 # What a row measures or derives; all else tells which case it is.
 MEASURED = frozenset(
-    ("us", "us_min", "us_max", "us_queries", "us_local", "bytes", "flops", "pct_roof", "peer_us", "layers", "error", "chosen")
+    (
+        *("us", "us_min", "us_max", "us_queries", "us_local", "us_plan", "bytes", "flops", "pct_roof", "peer_us", "layers"),
+        *("error", "chosen"),
+    )
 )
 
 
@@ -67,6 +70,17 @@ def parse_result(told: Any, name: str) -> ResultFile:
     return ResultFile(name, facts, float(told[ROOFS[0]]), float(told[ROOFS[1]]), rows, told.get("failures", []))
 
 
+def is_layer(row: dict[str, Any]) -> bool:
+    """Whether a row is of one GPU's kernels alone: a decode layer, or a rank's part of one."""
+    rank = row["op"] == "cp" and row.get("transport") == "none" and row.get("dispatch") == "sharded"
+    return row["op"] == "decode" or rank
+
+
+def exchange_name(row: dict[str, Any]) -> str:
+    """Who exchanges in a row of the exchange, and how."""
+    return f"{row['transport']}, {row['world']} {'GPUs' if 'gpus' in row else 'ranks'}"
+
+
 def identity(row: dict[str, Any]) -> str:
     """Which case a row is of, whatever it measured. Queries in the cache's format go without saying, as in older files."""
     told = {key: value for key, value in row.items() if key not in MEASURED}
@@ -79,7 +93,7 @@ def case_name(row: dict[str, Any]) -> str:
     """A row's case for people."""
     op = row["op"]
     if op == "exchange":
-        return f"exchange, {row['transport']}, {row['world']} ranks, {row['rows']} rows"
+        return f"exchange, {exchange_name(row)}, {row['rows']} rows"
     if op == "link":
         return f"{row['collective']}, {row['world']} ranks, {row['payload']:,} B each"
     if op == "write":
@@ -95,7 +109,7 @@ def case_name(row: dict[str, Any]) -> str:
     parts += [f"H {row['heads']}" if row.get("heads", 1) > 1 else "", f"P {row['world']}" if "world" in row else ""]
     if row.get("transport", "none") != "none" or row.get("dispatch") == "replicated":
         parts += [row["transport"] if row["transport"] != "none" else "", row["dispatch"]]
-    parts += [row.get("format", "")]
+    parts += ["by page" if row.get("shard_by") == "page" else "", row.get("format", "")]
     return ", ".join(part for part in parts if part)
 
 

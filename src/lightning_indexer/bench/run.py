@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From cases to result rows: draw, verify, time, verify what was timed."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 import lightning_indexer as li
 from lightning_indexer.bench import peers
-from lightning_indexer.bench.cases import Case
+from lightning_indexer.bench.cases import Case, RankCase
 from lightning_indexer.bench.checkout import find_commit
 from lightning_indexer.bench.gate import WrongSelectionError, verify_call, verify_replays
 from lightning_indexer.bench.inputs import UNWRITTEN, Step, draw_pool, layer_pages, prepare
@@ -70,6 +71,7 @@ class Row:
     flops: int
     roof_us: float  # the least time by the roof that binds the operator
     peer_us: float | None
+    plan_us: float | None = None  # of a step plan that lists pages, once for all layers and in `timing` as one of their share
 
     @property
     def pct_roof(self) -> float:
@@ -150,14 +152,18 @@ def measure(
         progress(f"{case.op} {case.name}", done, len(cases))
         step = prepare(case, pool, rotation, generator, dtype)
         planned = planned or step.plan is not None
+        plan_us = None
         try:
             timing = _verified_timing(step, rotation, take_time)
+            if isinstance(case, RankCase) and case.shard_by == "page" and step.plan is not None:
+                plan_us = take_time(_plan_alone(step, step.plan), rotation).us
         except WrongSelectionError as error:
             failures.append((case, str(error)))
             continue
         moved, flops = case.index_bytes(spec, token_bytes), case.flops(spec)
         peer = case.peer_us(format, queries) if gpu_of_device(facts.device) is GPUS[peers.GPU] else None
-        rows.append(Row(case, format, queries, timing, rotation, moved, flops, roofs.us(case.op, moved, flops), peer))
+        roof_us = roofs.us(case.op, moved, flops)
+        rows.append(Row(case, format, queries, timing, rotation, moved, flops, roof_us, peer, plan_us))
     return Result(facts, roofs, rows, failures, planned)
 
 
@@ -182,6 +188,11 @@ def _verified_timing(step: Step, rotation: Rotation, take_time: Timer) -> Timing
     return timing
 
 
+def _plan_alone(step: Step, plan: Callable[[], None]) -> Step:
+    """A step whose layers do nothing but plan."""
+    return dataclasses.replace(step, call=lambda view: plan(), plan=None)
+
+
 def _row_json(row: Row) -> dict[str, Any]:
     fields = {
         "op": row.case.op,
@@ -197,7 +208,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         "pct_roof": round(row.pct_roof, 2),
         "layers": row.rotation.layers,
     }
-    return fields if row.peer_us is None else fields | {"peer_us": row.peer_us}
+    measured = {"peer_us": row.peer_us, "us_plan": None if row.plan_us is None else round(row.plan_us, 3)}
+    return fields | {name: value for name, value in measured.items() if value is not None}
 
 
 def driver_version() -> str:

@@ -26,6 +26,12 @@ def owned_blocks(visible, rank, world):
 
 
 @triton.jit
+def page_owner(page, world):
+    """The rank that holds a page where pages are sharded, ids below 0 included: `Shard.holds`."""
+    return (page % world + world) % world
+
+
+@triton.jit
 def first_owned_head(rank, owned, replicas):
     """First of the `owned` heads of a rank, where `replicas` neighbouring ranks own the same: `IndexerSpec.owned_heads`."""
     return rank // replicas * owned

@@ -14,6 +14,9 @@ maxima of its own tokens, so that no page waits for a barrier of the selection.
 Nothing waits for anything within a launch. On GPUs with programmatic dependent launch the second kernel is on the GPU while
 the first still runs. A step plan (`plan_kernel`) saves both from finding shares and requests in every layer.
 
+Where pages are sharded, a rank's part of a request is no arithmetic progression of blocks, but a list (`kernels.owned`): pages
+are then counted along the lists, and with LISTED the kernels take a segment's pages and blocks from them.
+
 Grid `(programs, column tiles)`, then `(T, H)`. Bytes: each visible page once per column tile; scratch is a few hundred KB and
 stays in the L2.
 """
@@ -114,7 +117,10 @@ def ranks_at_work(
 
 @triton.jit
 def load_share(shares_ptr, program):
-    """A program's row of a plan: first page, end, request, pages before that, its tokens, ranks that share the work."""
+    """A program's row of a plan: first page, end, request, pages before that, its tokens, and ranks that share the work.
+
+    Of lists, which all ranks share always, the last is the pages of the request.
+    """
     row = shares_ptr + program * SHARE
     page = tl.load(row, cache_modifier=".cg")
     end = tl.load(row + 1, cache_modifier=".cg")
@@ -145,14 +151,26 @@ def prefetch_pages(pages_ptr, page_stride, num_pages, ids_ptr, first, last, worl
 
 
 @triton.jit(
-    do_not_specialize=["length_stride", "requests", "longest", "free", "threshold", "rank", "world", "programs"],
-    do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr"],
+    do_not_specialize=[
+        "length_stride",
+        "token_stride",
+        "requests",
+        "longest",
+        "free",
+        "threshold",
+        "rank",
+        "world",
+        "programs",
+    ],
+    do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr", "tokens_ptr"],
 )
 def plan_kernel(
     shares_ptr,  # [programs, SHARE] i32, as `load_share` takes them
     before_ptr,  # [R + 1] i32: pages before each request, and all pages
-    seq_lens_ptr,  # [R] i32, any stride
+    seq_lens_ptr,  # [R] i32, any stride; of lists as many tokens as the listed blocks hold
     length_stride,
+    tokens_ptr,  # [R] i32, any stride: lengths of the requests
+    token_stride,
     requests,
     longest,
     free,
@@ -162,10 +180,13 @@ def plan_kernel(
     programs,
     BLOCK: tl.constexpr,
     AUTO: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What depends on lengths only. Grid `(programs + R + 1,)`."""
     program = tl.program_id(0)
+    if LISTED and PDL:
+        tl.extra.cuda.gdc_wait()  # for the lists
     rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, free, threshold, rank, world, BLOCK, AUTO)
     if program >= programs:
         request = program - programs
@@ -186,8 +207,12 @@ def plan_kernel(
     tl.store(row + 1, end)
     tl.store(row + 2, request)
     tl.store(row + 3, before)
-    tl.store(row + 4, tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0))
-    tl.store(row + 5, world)
+    tl.store(row + 4, tl.load(tokens_ptr + request * token_stride, mask=program < used, other=0))
+    if LISTED:
+        listed = tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0)
+        tl.store(row + 5, request_pages(listed, longest, free, rank, world, BLOCK))
+    else:
+        tl.store(row + 5, world)
     if PDL:
         # score_kernel reads its row before it has waited for this kernel's end, though only once all programs have left.
         tl.inline_asm_elementwise(
@@ -232,8 +257,8 @@ def warp_maxima(dots):
 
 @triton.jit
 def settled(
-    best, recent, first, last, more, visible, scores_place, init_blocks, local_blocks, rank, world,
-    COLUMNS: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, SCORES: tl.constexpr,
+    best, recent, first, last, more, visible, scores_place, init_blocks, local_blocks, blocks_row, rank, world,
+    COLUMNS: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, SCORES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The best keys after pages `first` to `last`, whose maxima are `recent`; or their scores are written.
 
@@ -246,9 +271,14 @@ def settled(
     # Every warp has all scores. This leaves each with columns of its own, which it then sorts alone.
     scores = tl.gather(scores, tl.broadcast_to(tl.arange(0, RECENT)[None, :], (COLUMNS, RECENT)), 1)
     index = first + tl.arange(0, RECENT)[None, :]
-    block = index * world + rank
+    slot = index
+    if LISTED:
+        block = tl.load(blocks_row + index, mask=index < last, other=0)
+        slot = block
+    else:
+        block = index * world + rank
     if SCORES:
-        tl.store(scores_place[:, None] + index, scores, mask=(index < last) & (block < visible[:, None]))
+        tl.store(scores_place[:, None] + slot, scores, mask=(index < last) & (block < visible[:, None]))
     else:
         keys = pack_keys(scores, block, visible[:, None], init_blocks, local_blocks, HIGHER)
         keys = tl.where(index < last, keys, 0)
@@ -271,10 +301,13 @@ def score_share(
     request,
     before,
     length,
+    listed,  # pages of the request; LISTED only
     q_ptr,
     pages_ptr,
     scales_ptr,
     block_table_ptr,
+    blocks_ptr,
+    before_ptr,
     seq_lens_ptr,
     length_stride,
     keys_ptr,
@@ -320,6 +353,7 @@ def score_share(
     NATIVE: tl.constexpr,
     CARRY: tl.constexpr,
     STAGES: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
     tl.static_assert(not (CARRY and SCALED))  # with CARRY `this_page` is the page that is loaded, not the one that is scored
@@ -344,7 +378,10 @@ def score_share(
 
     while page < end:
         length = tl.minimum(length, longest)
-        pages = request_pages(length, longest, free, rank, world, BLOCK)
+        if LISTED:
+            pages = listed
+        else:
+            pages = request_pages(length, longest, free, rank, world, BLOCK)
         if pages > 0:
             first = page - before
             last = tl.minimum(end - before, pages)
@@ -354,6 +391,7 @@ def score_share(
             if CARRY:
                 one, two, three = load_page(page_place(pages_ptr, next_page, page_stride, num_pages), BLOCK, DIM, FORMAT)
                 next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
+            blocks_row = blocks_ptr + request.to(tl.int64) * block_table_stride
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
             inside = (wide < query_len * heads)[None, :]
@@ -382,7 +420,10 @@ def score_share(
             recent = tl.zeros((WARPS, RECENT, HELD), tl.float32)
             oldest = first
             for index in tl.range(first, last, num_stages=STAGES):
-                block = index * world + rank
+                if LISTED:
+                    block = tl.load(blocks_row + index)  # not needed before the page is scored
+                else:
+                    block = index * world + rank
                 this_page = next_page
                 next_page = tl.load(table_row + tl.minimum(index + 1 + CARRY, last - 1) * world + rank)
                 place = page_place(pages_ptr, this_page, page_stride, num_pages)
@@ -401,7 +442,7 @@ def score_share(
                     if index == oldest + RECENT:
                         best = settled(
                             best, recent, oldest, index, oldest > first, visible, scores_place, init_blocks, local_blocks,
-                            rank, world, COLUMNS, KEEP, HIGHER, SCORES,
+                            blocks_row, rank, world, COLUMNS, KEEP, HIGHER, SCORES, LISTED,
                         )  # fmt: skip
                         oldest = index
                     recent = tl.where((tl.arange(0, RECENT) == index - oldest)[None, :, None], warp_maxima(dots), recent)
@@ -410,14 +451,14 @@ def score_share(
                     if COLUMNS <= 16:  # also where HELD is COLUMNS: `best` takes fewer registers than in the product's layout
                         scores = tl.gather(scores, tl.arange(0, COLUMNS) * (HELD // COLUMNS), 0)
                     if SCORES:
-                        tl.store(scores_place + index, scores, mask=block < visible)
+                        tl.store(scores_place + (block if LISTED else index), scores, mask=block < visible)
                     else:
                         best = keep_key(best, pack_keys(scores, block, visible, init_blocks, local_blocks, HIGHER))
             if DEFERRED:  # noqa: SIM102 (one is for the compiler, one for the program)
                 if oldest < last:
                     best = settled(
                         best, recent, oldest, last, oldest > first, visible, scores_place, init_blocks, local_blocks,
-                        rank, world, COLUMNS, KEEP, HIGHER, SCORES,
+                        blocks_row, rank, world, COLUMNS, KEEP, HIGHER, SCORES, LISTED,
                     )  # fmt: skip
             if not SCORES:
                 best = tl.maximum(largest_first(best, KEEP), 0)
@@ -427,6 +468,8 @@ def score_share(
         request += 1
         if page < end:
             length = tl.load(seq_lens_ptr + request * length_stride)
+            if LISTED:
+                listed = tl.load(before_ptr + request + 1) - before
 
 
 @triton.jit(
@@ -454,6 +497,8 @@ def score_share(
         "scores_row_stride",
         "query_words",
         "query_half",
+        "peer_rank",
+        "peers",
         "replicas",
         "max_rows",
         "polls",
@@ -461,6 +506,8 @@ def score_share(
     do_not_specialize_on_alignment=[
         "scales_ptr",
         "block_table_ptr",
+        "blocks_ptr",
+        "before_ptr",
         "seq_lens_ptr",
         "shares_ptr",
         "scores_ptr",
@@ -474,7 +521,9 @@ def score_kernel(
     q_ptr,  # [T, H, D], or [T, h, D] if others' lie in boxes
     pages_ptr,  # [pages, B, row], bytes unless of 16-bit floats
     scales_ptr,  # [pages, B] f32, a factor for each key
-    block_table_ptr,  # [R, max_blocks] i32
+    block_table_ptr,  # [R, max_blocks] i32; with LISTED the pages that are listed of each request
+    blocks_ptr,  # [R, max_blocks] i32: their blocks, with the same stride; LISTED only
+    before_ptr,  # [R + 1] i32, of plan_kernel; LISTED only
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
     shares_ptr,  # [programs, SHARE] i32, of plan_kernel
@@ -494,7 +543,7 @@ def score_kernel(
     count,  # 1 counts the step
     init_blocks,
     local_blocks,
-    rank,
+    rank,  # with LISTED 0 of 1: all that is listed
     world,
     num_pages,
     q_row_stride,  # these three in units of 16 bytes, so that the compiler knows that 16-byte loads are aligned
@@ -506,6 +555,8 @@ def score_kernel(
     scores_row_stride,
     query_words,  # where the queries begin in a box
     query_half,  # words of a half of them
+    peer_rank,  # of those that exchange
+    peers,
     replicas,  # ranks that own the same heads
     max_rows,
     polls,  # looks for words that are not there; negative: neither send nor wait
@@ -521,6 +572,7 @@ def score_kernel(
     BOXED: tl.constexpr,  # words of a head's queries, which a shared step sends and awaits; 0 if all heads' are given
     SENDERS: tl.constexpr,  # programs that send them
     PLANNED: tl.constexpr,
+    LISTED: tl.constexpr,  # the pages of a shard by page
     TYPE: tl.constexpr,  # of the products
     FORMAT: tl.constexpr,  # see kernels.formats
     SCALED: tl.constexpr,  # keys have factors
@@ -538,7 +590,6 @@ def score_kernel(
     q_row_stride *= per_unit(q_ptr)
     q_head_stride *= per_unit(q_ptr)
     page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
-    own_rank = rank
     if PLANNED:
         # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
         page, end, request, before, length, at_work = load_share(shares_ptr, program)
@@ -548,13 +599,17 @@ def score_kernel(
         if AHEAD > 0:
             longer = visible_blocks(length, longest, BLOCK) > free
             if page < end and longer:
+                if LISTED:
+                    pages = at_work
+                else:
+                    pages = request_pages(length, longest, free, rank, world, BLOCK)
                 prefetch_pages(
                     pages_ptr,
                     page_stride,
                     num_pages,
                     block_table_ptr + request.to(tl.int64) * block_table_stride + rank,
                     page - before,
-                    tl.minimum(end - before, request_pages(length, longest, free, rank, world, BLOCK)),
+                    tl.minimum(end - before, pages),
                     world,
                     PAGE_BYTES,
                     AHEAD,
@@ -570,6 +625,7 @@ def score_kernel(
         end = total
         request = program * 0
         before = program * 0
+        at_work = world
         if program < used:
             page = share_start(program, total, used)
             end = share_start(program + 1, total, used)
@@ -578,25 +634,25 @@ def score_kernel(
         length = tl.load(seq_lens_ptr + request * length_stride)
     if COUNT:
         # Loaded here and stored at the end: the first program has pages to score, too, and would wait for the load.
-        counter = steps_ptr + tl.where(world == 1, 1, 0)
+        counter = steps_ptr + tl.where(world == 1, 1, 0) if AUTO else steps_ptr
         counts = program + tile == 0
         counted = tl.load(counter, mask=counts, other=0)
     alone = world == 1 if AUTO else False
-    box = box_of(boxes_ptr, own_rank) if BOXED > 0 else steps_ptr
+    box = box_of(boxes_ptr, peer_rank) if BOXED > 0 else steps_ptr
     parity = program * 0
     if BOXED > 0:
         parity = (tl.load(steps_ptr + 2) + 1) & 1  # not from the count itself, which the first program is adding to
-        if (program < SENDERS) & (tile == 0) & (alone == 0) & (polls >= 0) & (own_rank % replicas == 0):
+        if (program < SENDERS) & (tile == 0) & (alone == 0) & (polls >= 0) & (peer_rank % replicas == 0):
             words = requests * query_len * own_heads * BOXED
             q_words = q_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
             per_word: tl.constexpr = 64 // q_ptr.dtype.element_ty.primitive_bitwidth
-            sent = query_place(query_words, query_half, parity, own_rank, 0, 0, own_heads, max_rows, BOXED)
+            sent = query_place(query_words, query_half, parity, peer_rank, 0, 0, own_heads, max_rows, BOXED)
             for first in range(program * CHUNK, words, SENDERS * CHUNK):
                 place = first + tl.arange(0, CHUNK)
                 inside = place < words
                 strides = q_row_stride // per_word, q_head_stride // per_word
                 word = own_words(q_words, place, inside, strides[0], strides[1], own_heads, 0, BOXED)
-                send_words(word, inside, boxes_ptr, sent + place, world, -1)
+                send_words(word, inside, boxes_ptr, sent + place, peers, -1)
 
     if AUTO and BOXED == 0:
         q_ptr += tl.where(alone, first_head * q_head_stride, 0)
@@ -606,23 +662,25 @@ def score_kernel(
     if apart:
         end = tl.where(tile * OWN_COLUMNS < query_len * own_heads, end, page)
         score_share(
-            tile, page, end, request, before, length,
-            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            tile, page, end, request, before, length, at_work,
+            q_ptr, pages_ptr, scales_ptr, block_table_ptr, blocks_ptr, before_ptr,
+            seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
             requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
             q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
             scores_head_stride, scores_row_stride,
             box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
-            BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+            BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
         )  # fmt: skip
     else:
         score_share(
-            tile, page, end, request, before, length,
-            q_ptr, pages_ptr, scales_ptr, block_table_ptr, seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
+            tile, page, end, request, before, length, at_work,
+            q_ptr, pages_ptr, scales_ptr, block_table_ptr, blocks_ptr, before_ptr,
+            seq_lens_ptr, length_stride, keys_ptr, scores_ptr,
             requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
             q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
             scores_head_stride, scores_row_stride,
             box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
-            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES,
+            BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
         )  # fmt: skip
     if COUNT:
         tl.store(counter, counted + count, mask=counts)
@@ -631,7 +689,7 @@ def score_kernel(
 @triton.jit
 def row_place(
     row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world,
-    BLOCK: tl.constexpr, PLANNED: tl.constexpr,
+    BLOCK: tl.constexpr, PLANNED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """A row's place among the candidates: its request, the request's tokens and pages, pages before it, all pages."""
     request = row // query_len
@@ -644,7 +702,11 @@ def row_place(
         total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
     tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
     tokens = tl.minimum(tokens, longest)
-    return request, tokens, request_pages(tokens, longest, free, rank, world, BLOCK), before, total
+    if LISTED:
+        pages = tl.load(before_ptr + tl.minimum(request + 1, requests)) - before
+    else:
+        pages = request_pages(tokens, longest, free, rank, world, BLOCK)
+    return request, tokens, pages, before, total
 
 
 @triton.jit
@@ -742,6 +804,7 @@ def select_kernel(
     PARTS: tl.constexpr,
     KEYS: tl.constexpr,  # write keys, not ids
     PLANNED: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The first K of a row from its request's candidates."""
@@ -749,7 +812,7 @@ def select_kernel(
     head = tl.program_id(1)
     # Lengths and plan were there before score_kernel began: no need to wait for it yet.
     request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED
+        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED, LISTED
     )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

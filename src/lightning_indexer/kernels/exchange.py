@@ -255,6 +255,7 @@ def exchange_kernel(
     AUTO: tl.constexpr,
     SOLE: tl.constexpr,  # no other rank, and no other step of this one, shares the GPU
     EMPTIED: tl.constexpr,  # words of a head's queries that score_kernel has read in the box; 0 if it has not
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Ids of the own heads: select of the shard, send to the owners, take from all ranks, merge.
@@ -275,14 +276,14 @@ def exchange_kernel(
     if AUTO:
         at_work = tl.load(world_ptr)
     request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True
+        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True, LISTED
     )
     if AUTO:
         # Another item if this rank works alone. Loaded before that is known: one load after the other takes longer than a
         # short scorer.
         lone_row = program // owned
         lone_request, lone_tokens, lone_pages, lone_before, total = row_place(
-            lone_row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, 0, 1, BLOCK, True
+            lone_row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, 0, 1, BLOCK, True, False
         )
         alone = at_work == 1
         rank_at_work = tl.where(alone, 0, rank)
@@ -332,7 +333,7 @@ def exchange_kernel(
         if item < stop:
             request, tokens, pages, before, total = row_place(
                 row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
-                BLOCK, True,
+                BLOCK, True, LISTED,
             )  # fmt: skip
 
     if EMPTIED > 0:  # noqa: SIM102 (one is for the compiler, one for the program)

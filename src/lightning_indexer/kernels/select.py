@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import block_count, causal_length, owned_blocks, write_ids
+from lightning_indexer.kernels.common import block_count, causal_length, owned_blocks, page_owner, write_ids
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 
@@ -28,17 +28,20 @@ def row_length(seq_lens_ptr, length_stride, row, requests, query_len):
         "local_blocks",
         "rank",
         "world",
+        "block_table_stride",
         "scores_head_stride",
         "scores_row_stride",
         "out_head_stride",
         "out_row_stride",
     ],
-    do_not_specialize_on_alignment=["scores_ptr", "seq_lens_ptr", "out_ptr"],
+    do_not_specialize_on_alignment=["scores_ptr", "seq_lens_ptr", "block_table_ptr", "out_ptr"],
 )
 def select_kernel(
     scores_ptr,  # [H, T, L] f32
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
+    block_table_ptr,  # [R, max_blocks] i32; BY_PAGE only
+    block_table_stride,
     out_ptr,  # [H, T, K] i64
     requests,
     query_len,
@@ -56,19 +59,29 @@ def select_kernel(
     KEEP: tl.constexpr,
     LANES: tl.constexpr,
     HIGHER: tl.constexpr,
+    BY_PAGE: tl.constexpr,  # slots are blocks, and owned where their page is
 ):
     """First K candidates of a row. Grid `(T, H)`."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     visible = block_count(row_length(seq_lens_ptr, length_stride, row, requests, query_len), BLOCK)
-    owned = tl.minimum(owned_blocks(visible, rank, world), width)
+    if BY_PAGE:
+        owned = tl.minimum(visible, width)
+        table = block_table_ptr + (row // query_len).to(tl.int64) * block_table_stride
+    else:
+        owned = tl.minimum(owned_blocks(visible, rank, world), width)
     source = scores_ptr + head.to(tl.int64) * scores_head_stride + row.to(tl.int64) * scores_row_stride
     best = tl.zeros((1, KEEP), tl.int64)
     for first in range(0, owned, LANES):
         slot = first + tl.arange(0, LANES)
-        score = tl.load(source + slot, mask=slot < owned, other=0.0)
-        key = pack_keys(score, slot * world + rank, visible, init_blocks, local_blocks, HIGHER)
-        found = top_keys(tl.where(slot < owned, key, 0)[None, :], KEEP)
+        own = slot < owned
+        block = slot * world + rank
+        if BY_PAGE:
+            own &= page_owner(tl.load(table + slot, mask=own, other=0), world) == rank
+            block = slot
+        score = tl.load(source + slot, mask=own, other=0.0)
+        key = pack_keys(score, block, visible, init_blocks, local_blocks, HIGHER)
+        found = top_keys(tl.where(own, key, 0)[None, :], KEEP)
         best = top_keys(join_keys(best, found, 1, KEEP), KEEP)
     lane = tl.arange(0, KEEP)
     place = out_ptr + head.to(tl.int64) * out_head_stride + row.to(tl.int64) * out_row_stride + lane

@@ -98,8 +98,8 @@ def compare(
 ) -> Iterator[Outcome]:
     """Outcomes of every case on every number of ranks.
 
-    Each rank gets its own heads' queries and the whole cache, as in an engine, or with `shard_by="page"`, on the CPU, a copy
-    of the pages that it holds and nothing else. Its ids must be, bit for bit and order
+    Each rank gets its own heads' queries and the whole cache, as in an engine, or with `shard_by="page"` a copy of the pages
+    that it holds and nothing else. Its ids must be, bit for bit and order
     included, those that the reference selects from the unsharded operator's scores; the unsharded operator must select the
     same. Against the model's own blocks sets are compared, `torch.topk` leaves ties open; where a case's keys are stored in
     another format, that is counted and no fault.
@@ -215,15 +215,16 @@ def _run_cases(
                 dispatch="sharded",
                 shard_by=shard_by,
             )
-            if device.type != "cpu":  # ranks share the GPU
-                formats = {other.keys.format.name for other in cases}
-                for format in sorted(formats):
-                    indexer.warmup(format, query_lens=sorted({other.query_len for other in cases}))
             indexers[case.spec] = indexer
+    caches = [case.keys.held_by(indexers[case.spec].shard) for case in cases]  # before any rank waits for another on the GPU
+    if device.type != "cpu":  # ranks share the GPU
+        for indexer in indexers.values():
+            for format in sorted({case.keys.format.name for case in cases}):
+                indexer.warmup(format, query_lens=sorted({case.query_len for case in cases}))
+    for case, keys in zip(cases, caches, strict=True):
         indexer = indexers[case.spec]
         heads = indexer.owned_heads
         q = case.q[:, heads.start : heads.stop]
-        keys = case.keys.held_by(indexer.shard)
         found.append(indexer.decode(q, keys, case.block_table, case.seq_lens, query_len=case.query_len).cpu())
         indexer.raise_if_failed()
     return found
