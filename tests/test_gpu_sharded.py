@@ -204,6 +204,8 @@ def test_graphs(caches, world, planned):
                 rest = ranks.cache(rank, static), static.block_table, static.seq_lens
                 ranks.indexers[rank].decode(own, *rest, out=outs[rank][layer], plan=plan)
         graphs.append(graph)
+    torch.cuda._sleep(1)  # loaded before anybody waits
+    torch.cuda.synchronize()
     generator = torch.Generator().manual_seed(1)
     for turn in range(24):
         number = int(torch.randint(len(steps), (1,), generator=generator))
