@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_indexer.bench.results import ResultFile, exchange_name, is_layer
 from lightning_indexer.plan.cost import Setup, alone_us, rank_us, setup_exchanges
-from lightning_indexer.plan.exchange import SHARED_SOURCE, interpolate
+from lightning_indexer.plan.exchange import interpolate
 from lightning_indexer.plan.gpus import Gpu, gpu_of_device
 from lightning_indexer.plan.memory import INDEX_FORMATS
 from lightning_indexer.plan.model import MINIMAX_M3
@@ -325,10 +325,7 @@ def _exchanges(results: list[ResultFile]) -> list[Picture]:
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=9)
 
-    caption = (
-        "What the exchange adds to a layer, measured: on GPUs of their own, or on virtual ranks that share one, as in "
-        f"{SHARED_SOURCE}."
-    )
+    caption = "What the exchange adds to a layer, measured: on GPUs of their own, or on virtual ranks that share one."
     return [Picture("exchange", "the exchange", caption, draw)]
 
 

@@ -146,7 +146,8 @@ def setup_exchanges(setup: Setup, rows: int) -> list[Exchange]:
         return [Exchange("as given", setup.exchange_us, "given", MEASURED)]
     spec = setup.model.spec
     queries = 0 if setup.all_heads else rows * setup.own_heads * spec.head_dim * 2
-    return exchanges(setup.gpu, Load(rows, queries, rows * spec.num_heads * spec.topk * KEY_BYTES, setup.nodes))
+    keys = rows * spec.num_heads * spec.topk * KEY_BYTES
+    return exchanges(setup.gpu, Load(rows, queries, keys, setup.tp, setup.nodes))
 
 
 def break_even_tokens(setup: Setup, batch: int, exchange_us: float) -> int:

@@ -16,7 +16,7 @@ from lightning_indexer.plan.cost import (
     rest_us,
     setup_exchanges,
 )
-from lightning_indexer.plan.exchange import PEER_BOUND, Exchange
+from lightning_indexer.plan.exchange import Exchange
 from lightning_indexer.plan.figure import EXACT, MODELLED, PUBLISHED, Figure, weakest
 from lightning_indexer.plan.memory import WEIGHT_BYTES, CacheBytes, cache_bytes
 
@@ -47,12 +47,6 @@ class Estimate:
     def best(self) -> Transport:
         """What the library would use: the first transport."""
         return next(iter(self.transports.values()))
-
-    def break_even(self, batch: int) -> tuple[float, float]:
-        """Tokens of each of `batch` requests from which on it is faster: of what the library would use, least and most."""
-        bound = self.transports.get(PEER_BOUND, self.best)
-        found = sorted(way.break_even[batch].value for way in (self.best, bound))
-        return found[0], found[1]
 
     @property
     def pays(self) -> bool:

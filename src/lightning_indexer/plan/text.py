@@ -77,8 +77,8 @@ def verdict(found: Estimate) -> str:
         return "The model does not fit: plan for more ranks or smaller weights."
     if not found.pays:
         told = f"Do not share this load's steps: they would take {(after - before) / 1e3:.2f} ms more\n{change}."
-        larger = (batch for batch in found.best.break_even if batch > setup.batch)
-        hints = (f";\nit would share from {batch} requests of {_range(found.break_even(batch))} tokens on" for batch in larger)
+        larger = ((batch, figure.value) for batch, figure in found.best.break_even.items() if batch > setup.batch)
+        hints = (f";\nit would share from {batch} requests of {_short(tokens)} tokens on" for batch, tokens in larger)
         return f'{told} dispatch="auto" leaves them alone{next(hints, "")}.'
     losing = [name for name, way in found.transports.items() if way.gain <= 0]
     surely = f"Not with: {', '.join(losing)}." if losing else "That holds with every transport above."
@@ -110,11 +110,6 @@ def explanation(found: Estimate) -> str:
         "an assumption or on figures without a result file, see docs/planning.md.",
     ]
     return "\n".join(lines)
-
-
-def _range(tokens: tuple[float, float]) -> str:
-    """Least and most; one where they are told alike."""
-    return " to ".join(dict.fromkeys(_short(each) for each in tokens))
 
 
 def _scaled(value: float, unit: str) -> tuple[float, str]:
