@@ -171,8 +171,9 @@ class Alone:
         self.sole = sole
 
     def gather(self, message: dict, timeout: timedelta) -> list[dict]:
-        others = {"device": "of somebody else"} if self.sole else {}
-        return [message, *[{**message, **others}] * (self.world - 1)]
+        return [
+            {**message, "device": f"GPU {rank}"} if self.sole and rank != self.rank else message for rank in range(self.world)
+        ]
 
     def share(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
         return [tensor] * self.world

@@ -48,7 +48,7 @@ def dense(inputs: Inputs, cache: li.IndexCache, order: str = "score") -> torch.T
 # The lists.
 
 
-@pytest.mark.parametrize("programs", [1, 100])
+@pytest.mark.parametrize("programs", [1, 20])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("order", ["score", "block"])
 def test_lists(world, order, programs):
@@ -138,11 +138,11 @@ def candidates(inputs: Inputs, cache: li.IndexCache, shard: Shard, order: str, o
     ("world", "format", "query_len", "rules", "kinds"),
     [
         (1, "bf16", 1, "plain", ("shuffled",)),
-        (2, "bf16", 1, "forced", ("shuffled", "sequential", "all on one rank", "a shared prefix")),
+        (2, "bf16", 1, "forced", ("shuffled", "sequential")),
         (2, "fp8", 4, "plain", ("all on one rank",)),
-        (3, "bf16", 4, "higher", ("shuffled", "a shared prefix")),
-        (3, "nvfp4", 1, "forced", ("shuffled",)),
-        (4, "bf16", 1, "plain", ("shuffled", "all on one rank")),
+        (3, "bf16", 2, "higher", ("a shared prefix",)),
+        (2, "nvfp4", 1, "forced", ("shuffled",)),
+        (4, "bf16", 1, "plain", ("all on one rank",)),
     ],
 )
 def test_operators_on_shards(world, format, query_len, rules, kinds):
@@ -218,7 +218,7 @@ def indexer_of(ranks: SharedRanks, **changes: Any) -> li.ContextParallelIndexer:
 
 @pytest.mark.parametrize(
     ("world", "transport", "format"),
-    [(2, "peer", "nvfp4"), (4, "peer", "bf16"), (8, "peer", "bf16"), (2, "collective", "fp8")],
+    [(2, "peer", "nvfp4"), (4, "peer", "bf16"), (2, "collective", "fp8")],
 )
 def test_ranks(world, transport, format):
     """With a plan and without, own heads and all of them, both orders; a plan made anew for other tables."""

@@ -270,9 +270,11 @@ class ContextParallelIndexer:
 
         dtypes = backend_of(device).query_dtypes(cache.format, device)
 
-        def run(query_len: int, order: str, table: SparseTable | None, heads: int, requests: int, dry: bool) -> None:
+        def run(
+            query_len: int, order: str, table: SparseTable | None, heads: int, requests: int, dry: bool, padding: int = 0
+        ) -> None:
             for dtype in dtypes:
-                q = torch.zeros(query_len, heads, spec.head_dim, device=device).to(dtype)
+                q = torch.zeros(query_len + padding, heads, spec.head_dim, device=device).to(dtype)
                 self._decode(q, cache, pages[:requests], one[:requests], query_len, order, table, None, None, 0, dry)
 
         measures = self._calibrates and device.type == "cuda"
@@ -287,6 +289,9 @@ class ContextParallelIndexer:
             if measures:
                 run(1, "score", None, owned, 1, dry)
             if self.transport == "peer":
+                most = self._batches[0].peer.most_sent
+                if 0 < most < self.max_rows:  # queries of more rows travel another way
+                    run(1, order, None, owned, 1, dry, padding=most)
                 assert self.ranks is not None
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)

@@ -10,11 +10,11 @@ from lightning_indexer import triton_backend
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.kernels import box as boxes
 from lightning_indexer.kernels import exchange as kernels
-from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters
+from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters, scorer_sends
 from lightning_indexer.ranks import Ranks, gpu_name
 from lightning_indexer.spec import IndexerSpec
 from lightning_indexer.table import SparseTable
-from lightning_indexer.triton_backend import Decode, Inbox, Owner, on_its_device
+from lightning_indexer.triton_backend import MATRIX_COLUMNS, Decode, Inbox, Owner, on_its_device
 from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
 
 WORD_BYTES = 8
@@ -22,8 +22,8 @@ MOST_QUERY_BYTES = 2  # of an element
 FNUZ_NAN_FLIP = 0x7F7F7F7F7F7F7F7F  # turns a word of e4m3fnuz NaNs into EMPTY, and no other word
 MOST_LANES = 1024  # keys of all ranks that a program merges at once
 POLLS_PER_SECOND = 1_000_000  # looks at a box that is not filled yet: about a microsecond each
-# Programs that send queries from within the scorer. 16 of 128 threads take 16 words each of 128 rows of a head, and the first
-# that a GPU takes on are there whatever else it does.
+# Programs that send queries from within the scorer: 128 rows of two heads are a chunk for each. The first that a GPU takes on
+# are there whatever else it does.
 SENDERS = 16
 # More rows are gathered by a launch of their own. Two H200s, 2026-11-30: 512 rows 8.5 us so, 4.4 us with the launch.
 MOST_SENT_ROWS = 128
@@ -73,10 +73,12 @@ class PeerTransport:
         self.steps = torch.zeros(3, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        mine = gpu_name(device)
-        neighbours = [message["device"] for message in ranks.gather({"device": mine}, setup_timeout)].count(mine)
-        self.waiters = exchange_waiters(device_facts(device), neighbours * micro_batches)
-        self.sole = neighbours * micro_batches == 1
+        mine, facts = gpu_name(device), device_facts(device)
+        names = [message["device"] for message in ranks.gather({"device": mine}, setup_timeout)]
+        self.waiters = exchange_waiters(facts, names.count(mine) * micro_batches)
+        # Of all ranks alike: who sends from the scorer must be who is awaited there.
+        self.sole = len(set(names)) == len(names) and micro_batches == 1
+        self.most_sent = MOST_SENT_ROWS if self.sole and scorer_sends(facts) else 0  # rows whose queries the scorer sends
 
     def raise_if_failed(self) -> None:
         """Raise RuntimeError if a program of an earlier step has waited in vain, as far as it is known without waiting."""
@@ -117,7 +119,7 @@ def _decode(
 ) -> None:
     inbox = _inbox(q, transport, query_len, dry)
     if q.shape[1] != spec.num_heads and inbox is None:
-        q = _gather_queries(q, transport, plan, dry)
+        q = _gather_queries(q, transport, len(seq_lens) * query_len, plan, dry)
     owner = Owner(transport.owned.start, len(transport.owned), transport.steps, not dry, inbox)
     free = unscored_blocks(spec, order)
     step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, plan.shard, plan, workspace, owner)
@@ -130,12 +132,14 @@ def _inbox(q: torch.Tensor, transport: PeerTransport, query_len: int, dry: bool)
     spec, ranks = transport.spec, transport.ranks
     words = spec.head_dim * q.element_size() // WORD_BYTES
     policy = decode_policy(device_facts(q.device), 0)
-    awaited = words * max(16, DecodeTiling.of(spec, query_len, spec.num_heads).columns)
-    enough = awaited >= policy.num_warps * policy.warp_threads  # see `await_words`
+    columns = DecodeTiling.of(spec, query_len, spec.num_heads).columns
+    # Wider tiles have no registers for it. The second: see `await_words`.
+    fits = columns <= MATRIX_COLUMNS and words * MATRIX_COLUMNS >= policy.num_warps * policy.warp_threads
     given = q.shape[1] == spec.num_heads
-    few = q.shape[0] <= MOST_SENT_ROWS
-    if given or not transport.sole or not few or not enough or q.dtype == torch.float8_e4m3fnuz:
+    if given or not fits or q.shape[0] > transport.most_sent:
         return None
+    # Half as long as the exchange: a rank that waits here has sent no keys, and must not be taken for the missing one.
+    polls = transport.polls // 2
     return Inbox(
         transport.addresses,
         transport.failed,
@@ -147,19 +151,22 @@ def _inbox(q: torch.Tensor, transport: PeerTransport, query_len: int, dry: bool)
         ranks.world,
         spec.replicas(ranks.world),
         transport.max_rows,
-        DRY if dry else transport.polls,
+        DRY if dry else polls,
         SENDERS,
     )
 
 
-def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, dry: bool) -> torch.Tensor:
-    """Own queries `[T, h, D]` of every rank to `[T, H, D]`; in a step that is not shared only the own heads are filled."""
+def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: StepPlan, dry: bool) -> torch.Tensor:
+    """Own queries `[T, h, D]` of every rank to `[T, H, D]`: the first `live` rows, for the others are padding.
+
+    In a step that is not shared only the own heads are filled.
+    """
     assert plan.shares is not None
     rows, owned, dim = q.shape
     heads = transport.spec.num_heads
     per_word = WORD_BYTES // q.element_size()
     gathered = transport.queries.view(q.dtype)[: rows * heads * dim].view(rows, heads, dim)
-    chunks = -(-rows * owned * dim // (per_word * boxes.CHUNK.value))
+    chunks = -(-live * owned * dim // (per_word * boxes.CHUNK.value))
     words = q.stride(0) // per_word, q.stride(1) // per_word
     policy = decode_policy(device_facts(q.device), 0)
     kernels.gather_kernel[(min(chunks, transport.waiters),)](
@@ -170,7 +177,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, plan: StepPlan, d
         transport.steps,
         transport.failed,
         transport.report,
-        rows,
+        live,
         *words,
         owned,
         heads,

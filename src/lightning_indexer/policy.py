@@ -131,6 +131,15 @@ def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
     return 3 * facts.processors if neighbours == 1 else max(1, 3 * facts.processors // 4 // neighbours)
 
 
+def scorer_sends(facts: DeviceFacts) -> bool:
+    """Whether queries may travel within the launch that scores them.
+
+    Not on AMD, until somebody has run it there: a load that passes by the caches of a compute unit may still find an old line
+    in the L2 of its die.
+    """
+    return facts.vendor == "nvidia"
+
+
 def converts_e4m3(facts: DeviceFacts) -> bool:
     """Whether the GPU has instructions from and to e4m3: NVIDIA's do from compute capability 8.9 on."""
     return facts.vendor == "nvidia" and facts.capability >= (8, 9)

@@ -6,8 +6,8 @@
     peer, sharded           within the kernels
     peer, auto              as the device chooses from the lengths, by thresholds that the indexer's own warm-up measured
 
-All ranks begin together and replay the same graphs by the protocol of `bench.timing`; a time is that of the slowest rank. A
-caller has its own heads' queries, so their gather is in the time of what is shared.
+All ranks begin a case together and replay the same graphs by the protocol of `bench.timing`; a time is that of the slowest
+rank. A caller has its own heads' queries, so their gather is in the time of what is shared.
 """
 
 import itertools
@@ -165,7 +165,7 @@ def _measure(plan: Plan, rank: int) -> GpusResult:
     for done, (transport, dispatch) in enumerate(MODES):
         progress("indexers", done, len(MODES))
         named = "auto" if transport == "none" else transport
-        arguments = {"max_rows": most_rows, "max_seq_len": longest, "device": device, "transport": named}
+        arguments = {"max_rows": most_rows, "max_seq_len": longest, "device": device, "transport": named, "timeout": TIMEOUT}
         indexer = li.ContextParallelIndexer(spec, dispatch=dispatch, **arguments)  # type: ignore[arg-type]
         indexer.warmup(plan.format, query_lens=sorted({case.query_len for case in plan.cases} | {1}))
         indexers.append(indexer)

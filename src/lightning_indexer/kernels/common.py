@@ -78,7 +78,7 @@ def candidates(source, lane, count, width, stride):
 
 @triton.jit
 def largest_first(best, KEEP: tl.constexpr):
-    """`best` `[rows, KEEP]` of `keep_key` with the largest of each row in the first place, for the one that was there."""
+    """Keys `best` `[rows, KEEP]` with the largest of each row in the first place, for the one that was there."""
     lane = tl.arange(0, KEEP)[None, :]
     largest = tl.max(best, 1)[:, None]
     first = tl.sum(tl.where(lane == 0, best, 0), 1)[:, None]

@@ -11,8 +11,9 @@ order of arrival can change a result.
 Packed keys leave no instructions to spare: there the best are taken from RECENT pages at once. Until then each warp keeps the
 maxima of its own tokens, so that no page waits for a barrier of the selection.
 
-Nothing waits for anything within a launch. On GPUs with programmatic dependent launch the second kernel is on the GPU while
-the first still runs. A step plan (`plan_kernel`) saves both from finding shares and requests in every layer.
+Nothing waits for anything within a launch, but a rank's programs for queries that other ranks send (`kernels.exchange`). On GPUs
+with programmatic dependent launch the second kernel is on the GPU while the first still runs. A step plan (`plan_kernel`)
+saves both from finding shares and requests in every layer.
 
 Where pages are sharded, a rank's part of a request is no arithmetic progression of blocks, but a list (`kernels.owned`): pages
 are then counted along the lists, and with LISTED the kernels take a segment's pages and blocks from them.
@@ -225,7 +226,7 @@ def await_queries(
     box, rows, heads, wanted, parity, query_words, query_half, owned, replicas, max_rows, failed_ptr, report_ptr, polls,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Wait until the queries of some rows and heads lie in the own box; their first words there, counted in heads."""
+    """Wait until the queries of some rows and heads lie in the own box; where each one's words begin there."""
     source = owner_of_head(heads, owned, replicas)
     first = query_place(query_words, query_half, parity, source, rows, heads % owned, owned, max_rows, WORDS)
     if polls >= 0:
@@ -570,7 +571,7 @@ def score_kernel(
     AUTO: tl.constexpr,  # all heads on the rank's blocks, or its own heads on all blocks, as the plan says
     COUNT: tl.constexpr,  # there are steps to count
     BOXED: tl.constexpr,  # words of a head's queries, which a shared step sends and awaits; 0 if all heads' are given
-    SENDERS: tl.constexpr,  # programs that send them
+    SENDERS: tl.constexpr,  # programs that send them, if there are as many
     PLANNED: tl.constexpr,
     LISTED: tl.constexpr,  # the pages of a shard by page
     TYPE: tl.constexpr,  # of the products
@@ -642,12 +643,13 @@ def score_kernel(
     parity = program * 0
     if BOXED > 0:
         parity = (tl.load(steps_ptr + 2) + 1) & 1  # not from the count itself, which the first program is adding to
-        if (program < SENDERS) & (tile == 0) & (alone == 0) & (polls >= 0) & (peer_rank % replicas == 0):
+        senders = tl.minimum(SENDERS, programs)
+        if (program < senders) & (tile == 0) & (alone == 0) & (polls >= 0) & (peer_rank % replicas == 0):
             words = requests * query_len * own_heads * BOXED
             q_words = q_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
             per_word: tl.constexpr = 64 // q_ptr.dtype.element_ty.primitive_bitwidth
             sent = query_place(query_words, query_half, parity, peer_rank, 0, 0, own_heads, max_rows, BOXED)
-            for first in range(program * CHUNK, words, SENDERS * CHUNK):
+            for first in range(program * CHUNK, words, senders * CHUNK):
                 place = first + tl.arange(0, CHUNK)
                 inside = place < words
                 strides = q_row_stride // per_word, q_head_stride // per_word
@@ -658,9 +660,10 @@ def score_kernel(
         q_ptr += tl.where(alone, first_head * q_head_stride, 0)
     if AUTO and OWN_COLUMNS == COLUMNS:
         heads = tl.where(alone, own_heads, heads)
+    if AUTO:
+        end = tl.where(alone & (tile * OWN_COLUMNS >= query_len * own_heads), page, end)  # a tile of others' heads
     apart = alone if OWN_COLUMNS < COLUMNS else False
     if apart:
-        end = tl.where(tile * OWN_COLUMNS < query_len * own_heads, end, page)
         score_share(
             tile, page, end, request, before, length, at_work,
             q_ptr, pages_ptr, scales_ptr, block_table_ptr, blocks_ptr, before_ptr,

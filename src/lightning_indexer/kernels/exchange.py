@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `peer` exchange: ranks of one host write queries and keys straight into each other's boxes.
 
-A *box* is memory of one rank that all ranks of the group can write. Words are 8 bytes, and a word that holds nothing is EMPTY:
-the payload is its own flag. A writer stores words, each whole by itself; the reader polls until none of those that it needs is
+A writer stores words into a box (`kernels.box`), each whole by itself; the reader polls until none of those that it needs is
 EMPTY, takes them, and puts EMPTY back. No fence, no barrier, no generation is needed between the two.
 
     keys     [2, P, h, max_rows, K]        from each rank, for the owner's h heads
@@ -13,9 +12,10 @@ two exchanges later. By then it has taken the keys of the exchange between, whic
 half; so a word is never overwritten before it is read, whatever the ranks' speeds, and nothing waits for a barrier. Steps
 that are not exchanged do not count.
 
-Queries travel in one of two ways. A rank that has a GPU to itself, and one step in flight, sends them from `score_kernel`,
-whose programs wait for those that they score and read them in the box; `exchange_kernel` empties their places. Else a launch
-of its own, `gather_kernel`, brings them to `[T, H, D]` first.
+Queries of rows past the requests stay where they are. All others travel in one of two ways, on all ranks alike. Where every
+rank has a GPU to itself, and one step in flight, up to 128 rows of up to 16 columns a request are sent from `score_kernel`,
+whose programs wait for what they score and read it in the box; `exchange_kernel` empties the places. Else a launch of its
+own, `gather_kernel`, brings them to `[T, H, D]` first.
 
 Who waits for whom. A program waits for other ranks only when this rank has done all that they wait for in the same step, or
 can still do it beside the waiting programs. `exchange_kernel` sends the heads of others from programs that do not wait, and
@@ -339,7 +339,7 @@ def exchange_kernel(
     if EMPTIED > 0:  # noqa: SIM102 (one is for the compiler, one for the program)
         # Also those that nobody here has scored or waited for: what comes after its place was emptied would stay.
         if together & own & (polls >= 0):
-            words = tl.minimum(rows, requests * query_len) * owned * EMPTIED
+            words = requests * query_len * owned * EMPTIED
             for first in range(begin * CHUNK, words, step * CHUNK):
                 place = first + tl.arange(0, CHUNK)
                 for group in range(world // replicas):
