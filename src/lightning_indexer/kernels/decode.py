@@ -11,9 +11,9 @@ order of arrival can change a result.
 Packed keys leave no instructions to spare: there the best are taken from RECENT pages at once. Until then each warp keeps the
 maxima of its own tokens, so that no page waits for a barrier of the selection.
 
-Nothing waits for anything within a launch, but a rank's programs for queries that other ranks send (`kernels.exchange`). On GPUs
-with programmatic dependent launch the second kernel is on the GPU while the first still runs. A step plan (`plan_kernel`)
-saves both from finding shares and requests in every layer.
+Nothing waits for anything within a launch, but a rank's programs for queries that other ranks send (`kernels.exchange`). On
+GPUs with programmatic dependent launch the second kernel is on the GPU while the first still runs. A step plan
+(`plan_kernel`) saves both from finding shares and requests in every layer.
 
 Where pages are sharded, a rank's part of a request is no arithmetic progression of blocks, but a list (`kernels.owned`): pages
 are then counted along the lists, and with LISTED the kernels take a segment's pages and blocks from them.
