@@ -123,18 +123,9 @@ class GpusResult:
 
     def as_json(self) -> dict[str, Any]:
         """As `bench.run.Result`, with the thresholds of "auto" in pages by rows."""
-        facts, roofs = self.facts, self.roofs
         measured: list[ModeRow | ExchangeRow | LinkRow] = [*self.rows, *self.exchanged, *self.links]
         rows = [row.as_json() for row in measured]
-        return {
-            "device": facts.device,
-            "driver": facts.driver,
-            "torch": facts.torch_version,
-            "triton": facts.triton_version,
-            "commit": facts.commit,
-            "date": facts.date,
-            "read_roof_TBps": round(roofs.read_tbps, 3),
-            "matrix_roof_TFLOPs": round(roofs.matrix_tflops, 1),
+        return self.facts.as_json(self.roofs) | {
             "thresholds": self.thresholds,
             "rows": rows,
             "failures": [],

@@ -57,6 +57,19 @@ class Facts:
             l2_bytes=properties.L2_cache_size,
         )
 
+    def as_json(self, roofs: Roofs) -> dict[str, Any]:
+        """The head of a result file."""
+        return {
+            "device": self.device,
+            "driver": self.driver,
+            "torch": self.torch_version,
+            "triton": self.triton_version,
+            "commit": self.commit,
+            "date": self.date,
+            "read_roof_TBps": round(roofs.read_tbps, 3),
+            "matrix_roof_TFLOPs": round(roofs.matrix_tflops, 1),
+        }
+
 
 @dataclass(frozen=True)
 class Row:
@@ -94,16 +107,7 @@ class Result:
     planned: bool  # a graph holds a step plan beside the layers' calls
 
     def as_json(self) -> dict[str, Any]:
-        facts, roofs = self.facts, self.roofs
-        return {
-            "device": facts.device,
-            "driver": facts.driver,
-            "torch": facts.torch_version,
-            "triton": facts.triton_version,
-            "commit": facts.commit,
-            "date": facts.date,
-            "read_roof_TBps": round(roofs.read_tbps, 3),
-            "matrix_roof_TFLOPs": round(roofs.matrix_tflops, 1),
+        return self.facts.as_json(self.roofs) | {
             "rows": [_row_json(row) for row in self.rows],
             "failures": [{"op": case.op, "heads": case.heads, **case.fields(), "error": why} for case, why in self.failures],
         }
