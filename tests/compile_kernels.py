@@ -203,7 +203,6 @@ PEERS = [
 # Over a cache that a group holds once.
 BY_PAGE = [
     Call("peer", by="page"),
-    Call("peer", by="page", query_len=16, order="block", table=16),
     Call("keys", by="page"),
     Call("scores", by="page"),
     Call("select", by="page"),
