@@ -238,7 +238,7 @@ def test_command_reports_on_scale(tmp_path):
     done = run("--scale", "--kv", "fp8", "--index", "fp8", "--json", str(tmp_path / "a.json"))
     assert done.exit_code == 0, done.output
     assert "A fleet of 1,000 GPUs" in done.stdout
-    assert done.stdout.endswith('index cache is in the library\n(shard_by="page"), in its vLLM plugin not yet.\n\n')
+    assert done.stdout.endswith('index cache is in the library\n(shard_by="page") and an option of its vLLM plugin.\n\n')
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert [each["ranks"] for each in json.loads((tmp_path / "a.json").read_text())["scale"]] == [4, 8, 16]
 

@@ -120,6 +120,14 @@ def test_refusals():
         li.ContextParallelIndexer(SPEC, **arguments, shard_by="token")
     with pytest.raises(ValueError, match='dispatch: expected "sharded" or "auto" where pages are sharded'):
         li.ContextParallelIndexer(SPEC, **arguments, shard_by="page", dispatch="replicated")
+    indexer = li.ContextParallelIndexer(SPEC, **arguments, shard_by="page")
+    with pytest.raises(ValueError, match="micro_batch: expected"):
+        indexer.plan_step(lengths(1), block_table=inputs.block_table, micro_batch=1)
+    with pytest.raises(ValueError, match=r"seq_lens: expected at most max_rows \(4\) requests, got 5"):
+        indexer.plan_step(lengths(1, 1, 1, 1, 1), block_table=inputs.block_table.expand(5, -1), micro_batch=0)
+    chunk = inputs.q, inputs.pages, inputs.block_table, torch.tensor([0, 1]), inputs.seq_lens
+    with pytest.raises(ValueError, match="micro_batch: expected"):
+        indexer.prefill(*chunk, micro_batch=1)
 
 
 # Real ranks.

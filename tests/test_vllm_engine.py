@@ -237,6 +237,55 @@ def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
                 assert torch.equal(found[3 * number + layer], want[rank : rank + 1]), (number, layer, rank)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_layers_of_ranks_that_hold_the_cache_once(micro_batches):
+    """Decode steps, whose layers share a plan; between them one with prefill rows, whose pieces need the plan's memory."""
+    if torch.cuda.is_available():
+        pytest.skip("processes of one GPU: test_gpu_peer.py")
+    from test_peer import SharedRanks, on_ranks
+
+    passes = [requests([64 * 9 + 1, 64 * 5], 10), requests([64 * 7, 3, 200], 20), requests([64 * 12, 0], 30)]
+    rows = torch.cat((passes[1].q[:2], random_inputs(SPEC, [1], rows=9, seed=7).q))
+    cut = {"block_table": passes[1].block_table[2:], "seq_lens": passes[1].seq_lens[2:]}
+    chunk = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 9], dtype=torch.int32), max_query_len=9, max_seq_len=200, **cut)
+    mixed = step_of(passes[1].seq_lens[:2], passes[1].block_table[:2])
+    mixed.num_actual_tokens, mixed.num_prefills, mixed.prefill = 11, 1, chunk
+    steps = [step_of(passes[0].seq_lens, passes[0].block_table), mixed, step_of(passes[2].seq_lens, passes[2].block_table)]
+    queries = [passes[0].q, rows, passes[2].q]
+
+    def keys(live: Inputs, layer: int) -> torch.Tensor:
+        return live.pages.roll(layer, dims=-1)
+
+    def work(ranks: SharedRanks):
+        limits = Limits(ROWS, 64 * COLUMNS, 1, micro_batches)
+        options = Options(transport="peer", shard_by="page")
+        shared = EngineIndexer(kind_of(context_parallel=True, options=options, limits=limits, tables=False), ranks)
+        found, made = [], []
+        for number, (live, step, q) in enumerate(zip(passes, steps, queries, strict=True)):
+            batch = number % micro_batches
+            for layer in range(2):
+                cache = li.IndexCache.wrap(keys(live, layer), SPEC).held_by(shared.indexer.shard)
+                own = q[:, ranks.rank : ranks.rank + 1]
+                parts = shared.select(f"layer {layer}", step, own, cache, None, micro_batch=batch)
+                found.append(torch.cat([part for part in parts if part is not None], dim=1))
+                plan = shared._made[batch].plan if batch in shared._made else None
+                made.append(plan and (plan.owned.data_ptr(), shared._made[batch].layer))
+        return found, made, shared.statistics()
+
+    for rank, (found, made, told) in enumerate(on_ranks(2, work, batches=micro_batches)):
+        assert (told["shard_by"], told["dispatch"], told["steps"]["replicated"]) == ("page", "sharded", 0)
+        assert len({address for address, _ in filter(None, made[:2] + made[4:])}) == 1  # of the one micro-batch that they used
+        assert made[4][1] == made[5][1] == "layer 0"
+        for number, (live, step, q) in enumerate(zip(passes, steps, queries, strict=True)):
+            for layer in range(2):
+                pages, several = keys(live, layer), step.num_decodes
+                want = li.decode(q[:several], pages, live.block_table[:several], live.seq_lens[:several], spec=SPEC)
+                if step.num_prefills:
+                    rest = chunk.block_table, chunk.cu_seqlens_q, chunk.seq_lens
+                    want = torch.cat((want, li.prefill(q[several:], pages, *rest, spec=SPEC)), dim=1)
+                assert torch.equal(found[2 * number + layer], want[rank : rank + 1]), (number, layer, rank)
+
+
 # Options and refusals.
 
 
@@ -257,6 +306,7 @@ def test_options_are_read_from_their_section_and_default_to_nothing():
         ({"dispatch": "always"}, "dispatch: expected 'auto' or 'sharded' or 'replicated', got 'always'"),
         ({"threshold": -1}, "threshold: expected an int >= 0, got -1"),
         ({"timeout": 0}, "timeout: expected a number of seconds > 0, got 0"),
+        ({"shard_by": "token"}, "shard_by: expected 'block' or 'page', got 'token'"),
         ({"tie_break": "none"}, "tie_break: expected 'lower' or 'higher', got 'none'"),
         ({"order": "page"}, "order: expected 'auto' or 'score' or 'block', got 'page'"),
         ({"capture": ""}, "capture: expected the name of a file, got ''"),
@@ -281,6 +331,7 @@ FLAG = SimpleNamespace(minimax_m3_indexer_cp=True)
         ({"attention_config": SimpleNamespace(), "additional_config": {}}, False),
         ({"attention_config": FLAG}, True),
         ({"additional_config": {"lightning_indexer": {"kernels": True}}}, True),
+        ({"additional_config": {"lightning_indexer": {"shard_by": "page"}}}, True),
     ],
 )
 def test_a_configuration_without_the_fields_does_not_ask(config, want):
@@ -361,6 +412,24 @@ def test_what_only_ends_sharing_is_told_apart_from_what_ends_service():
 def test_settings_that_are_refused(change, reason):
     (told,) = Setting(**{**SETTING, **change}).refusals(Options())
     assert told.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "name"),
+    [
+        ({"context_parallel": False}, {}, "minimax_m3_indexer_cp"),
+        ({}, {"dispatch": "replicated"}, "dispatch"),
+        ({"full_graphs": False}, {"capture": "x"}, "capture"),
+        ({"kv_connector": "NixlConnector"}, {}, "kv_transfer_config"),
+        ({"hisparse": True}, {}, "hisparse_config"),
+    ],
+)
+def test_a_cache_that_is_held_once_is_neither_moved_nor_recorded_nor_replicated(change, options, name):
+    setting = Setting(**{**SETTING, **change})
+    (told,) = setting.refusals(Options(shard_by="page", **options))
+    assert told.startswith(f"{name}: expected ")
+    assert setting.refusals(Options(**options)) == []
+    assert Setting(**SETTING).refusals(Options(shard_by="page")) == []
 
 
 def test_a_recording_needs_a_decode_that_python_sees():

@@ -330,6 +330,7 @@ class ContextParallelIndexer:
         cache_format: str = "bf16",
         block_table: torch.Tensor | None = None,
         out: StepPlan | None = None,
+        micro_batch: int | None = None,
     ) -> StepPlan:
         """What `decode` derives from the lengths, for all layers of a step: see `lightning_indexer.plan_step`.
 
@@ -345,6 +346,8 @@ class ContextParallelIndexer:
             block_table: `[R, max_blocks]` int32, theirs, and a bound as `max_seq_len` is one; needed with
                 `shard_by="page"` only, where it must not change before the step's last `decode`.
             out: an earlier plan, made anew in place.
+            micro_batch: make it in this one's memory, where a graph finds it again, in the place of `out`. It lasts until the
+                memory's next plan, which a `decode` without a plan makes, and so every `prefill`.
 
         Raises:
             ValueError: an argument's shape, dtype or device.
@@ -360,6 +363,11 @@ class ContextParallelIndexer:
             longest = min(longest, check_table(block_table, seq_lens, self.spec, None))
         threshold = self._threshold(len(seq_lens) * query_len)
         packed = is_packed(FORMATS[cache_format])
+        if micro_batch is not None:
+            check_int("micro_batch", micro_batch, 0, len(self._batches) - 1)
+            require(len(seq_lens) <= self.max_rows, "seq_lens", f"at most max_rows ({self.max_rows}) requests", len(seq_lens))
+            if backend_of(self.device).on_gpu:
+                out = self._plan_memory(self._batches[micro_batch], len(seq_lens), longest, order, threshold, packed)
         return make_plan(seq_lens, self.spec, longest, order, self._worked_shard, threshold, packed, out, block_table)
 
     def run_plan(
@@ -486,6 +494,7 @@ class ContextParallelIndexer:
         *,
         order: str = "score",
         out: torch.Tensor | None = None,
+        micro_batch: int = 0,
     ) -> torch.Tensor:
         """The ids of `lightning_indexer.prefill` for the owned heads, with every rank scoring its blocks.
 
@@ -500,6 +509,7 @@ class ContextParallelIndexer:
             cu_seqlens_q: `[R+1]` int32 or int64, first row of each request, then the number of rows; starts at 0.
             seq_lens: `[R]` int32, cached prefix plus chunk of each request.
             out: `[h, T, K]` int32.
+            micro_batch: as in `decode`.
 
         Returns:
             `[h, T, K]` int32 logical block ids, left-packed, -1 padded; rows outside every chunk are -1.
@@ -523,6 +533,7 @@ class ContextParallelIndexer:
             if self.device.type == "cpu":
                 check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), q.shape[0], longest)
             check_order(order)
+            check_int("micro_batch", micro_batch, 0, len(self._batches) - 1)
             return checked, longest, check_ids_out(out, len(owned), q.shape[0], spec, self.device)
 
         def outline(checked: tuple[IndexCache, int, torch.Tensor]) -> Message:
@@ -534,7 +545,7 @@ class ContextParallelIndexer:
             backend.prefill(mine, checked, block_table, cu_seqlens_q, seq_lens, spec, longest, order, ids, None)
         elif backend.on_gpu and len(seq_lens) and len(q):
             pieces = Pieces.of(cu_seqlens_q, seq_lens, len(q), min(MAX_QUERY_LEN, self.max_rows), longest)
-            self._prefill_pieces(q, checked, block_table, pieces, order, ids)
+            self._prefill_pieces(q, checked, block_table, pieces, order, ids, micro_batch)
         else:
             ids.fill_(-1)
             bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
@@ -543,11 +554,27 @@ class ContextParallelIndexer:
                     last = min(end, first + self.max_rows)
                     seen = torch.tensor([lengths[request] - (end - last)], dtype=torch.int32)
                     table, rows = block_table[request : request + 1], slice(first, last)
-                    self.decode(q[rows], checked, table, seen, query_len=last - first, order=order, out=ids[:, rows])
+                    self.decode(
+                        q[rows],
+                        checked,
+                        table,
+                        seen,
+                        query_len=last - first,
+                        order=order,
+                        out=ids[:, rows],
+                        micro_batch=micro_batch,
+                    )
         return ids
 
     def _prefill_pieces(
-        self, q: torch.Tensor, cache: IndexCache, block_table: torch.Tensor, pieces: Pieces, order: str, ids: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: IndexCache,
+        block_table: torch.Tensor,
+        pieces: Pieces,
+        order: str,
+        ids: torch.Tensor,
+        micro_batch: int,
     ) -> None:
         """Decode steps of as many pieces as `max_rows` holds."""
         size, many = pieces.size, self.max_rows // pieces.size
@@ -563,23 +590,31 @@ class ContextParallelIndexer:
                 query_len=size,
                 order=order,
                 out=found[:, rows],
+                micro_batch=micro_batch,
             )
         ids.copy_(found.index_select(1, pieces.places).masked_fill(~pieces.inside[:, None], -1))
 
     def _plan(self, batch: _MicroBatch, step: _Step, block_table: torch.Tensor, query_len: int, order: str) -> StepPlan:
         """A plan for one call, in memory that a graph finds again."""
-        requests, shard = step.seq_lens.shape[0], self._worked_shard
+        requests, packed = step.seq_lens.shape[0], is_packed(step.cache.format)
         threshold = self._threshold(requests * query_len)
-        facts = unscored_blocks(self.spec, order), step.longest, threshold
-        packed = is_packed(step.cache.format)
+        plan = self._plan_memory(batch, requests, step.longest, order, threshold, packed)
+        lengths = step.seq_lens, self.spec, step.longest
+        return make_plan(*lengths, order, self._worked_shard, threshold, packed, plan, block_table)
+
+    def _plan_memory(
+        self, batch: _MicroBatch, requests: int, longest: int, order: str, threshold: int | None, packed: bool
+    ) -> StepPlan:
+        """A plan yet to be made, in a micro-batch's memory."""
+        shard = self._worked_shard
         shares = batch.shares[: decode_programs(device_facts(self.device), packed)]
         owned = held = None
         if shard.by == "page":
-            blocks = visible_blocks(step.longest, self.spec.block_size)
+            blocks = visible_blocks(longest, self.spec.block_size)
             owned = batch.owned[: 2 * requests * blocks].view(2, requests, blocks)
             held = batch.held[:requests]
-        plan = StepPlan(shares, batch.before[: requests + 1], shard, self.spec.block_size, *facts, owned, held)
-        return make_plan(step.seq_lens, self.spec, step.longest, order, shard, threshold, packed, plan, block_table)
+        facts = shard, self.spec.block_size, unscored_blocks(self.spec, order), longest, threshold
+        return StepPlan(shares, batch.before[: requests + 1], *facts, owned, held)
 
     def _agree(self, subject: str, check: Callable[[], Checked], outline: Callable[[Checked], Message]) -> Checked:
         """Check this rank's arguments, then tell the others what they are, or that they are wrong."""

@@ -16,7 +16,7 @@ import torch
 import vllm
 import vllm.models
 from support import Inputs, random_inputs
-from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+from vllm.config import AttentionConfig, KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.forward_context import set_forward_context
 from vllm.plugins import load_general_plugins
@@ -58,14 +58,17 @@ def config_of(world: int = 1, *, cp: bool = False, options: dict | None = None, 
         cp: `minimax_m3_indexer_cp`.
         options: our section of `additional_config`.
         drafts: speculative tokens.
-        changes: `topk`, `heads`, `kv_dtype`, `max_model_len`, `max_num_seqs`, `dcp`, `eager`, `sleep`, `sparse` (its entries).
+        changes: `topk`, `heads`, `kv_dtype`, `max_model_len`, `max_num_seqs`, `dcp`, `eager`, `sleep`, `sparse` (its entries),
+            `connector` (its name), `page` (tokens of a block).
     """
     attention = AttentionConfig(minimax_m3_indexer_cp=cp, indexer_kv_dtype=changes.get("kv_dtype", "auto"))
     section = {} if options is None else {SECTION: options}
     config = VllmConfig(attention_config=attention, additional_config=section)
     config.parallel_config.tensor_parallel_size = world
     config.parallel_config.decode_context_parallel_size = changes.get("dcp", 1)
-    config.cache_config.block_size = 128
+    config.cache_config.block_size = changes.get("page", 128)
+    if "connector" in changes:
+        config.kv_transfer_config = KVTransferConfig(kv_connector=changes["connector"], kv_role="kv_both")
     config.scheduler_config.max_num_seqs = changes.get("max_num_seqs", 8)
     config.scheduler_config.max_num_batched_tokens = changes.get("max_num_batched_tokens", 64)
     sparse = {**GEOMETRY, **changes.get("sparse", {})}
@@ -80,10 +83,17 @@ def config_of(world: int = 1, *, cp: bool = False, options: dict | None = None, 
         is_moe=False,
         enforce_eager=changes.get("eager", True),
         enable_sleep_mode=changes.get("sleep", False),
+        original_max_model_len=None,
+        supports_kv_cache_grouping=False,
     )
     object.__setattr__(config, "model_config", model)
     if drafts:
-        speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+        speculative = SimpleNamespace(
+            num_speculative_tokens=drafts,
+            parallel_drafting=False,
+            use_eagle=lambda: False,
+            use_eagle_block_drop=lambda: False,
+        )
         object.__setattr__(config, "speculative_config", speculative)
     return config
 

@@ -193,6 +193,17 @@ def test_an_engine_that_cannot_be_served_is_refused_whatever_the_flag(flag, mono
         assert all(reason in text for text in told)
 
 
+def test_a_cache_that_is_held_once_is_refused():
+    def work(rank: int) -> str:
+        config = engines.config_of(2, cp=True, options={"shard_by": "page"})
+        with engines.engine(config, rank), pytest.raises(ValueError, match="cannot serve this engine") as raised:
+            layer_of(config)
+        return str(raised.value)
+
+    for told in run_ranks(2, work):
+        assert "shard_by: expected 'block' with an NVFP4 index cache, got 'page'" in told
+
+
 def test_decode_cp_for_another_length_is_refused():
     def work(rank: int) -> str:
         with engines.engine(engines.config_of(1), rank), pytest.raises(ValueError, match="max_model_len") as raised:

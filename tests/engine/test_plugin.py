@@ -413,6 +413,7 @@ def test_a_worker_tells_its_counters():
                 "ranks": 2,
                 "transport": "collective",
                 "dispatch": "sharded",
+                "shard_by": "block",
                 "thresholds": [],
                 "format": "bf16",
                 "steps": {"sharded": 0, "replicated": 0},

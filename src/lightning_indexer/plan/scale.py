@@ -94,7 +94,7 @@ def scale_report(found: list[Scale], context: int) -> str:
         f'with dispatch="auto", and with a sharded index cache, which holds more:\n\n{table(rows)}\n\n'
         f"A fleet of {FLEET:,} GPUs, decode only, and how many fewer make the same tokens/s:\n\n{table(fleet)}\n\n"
         "Everything here is modelled. The sharded index cache is in the library\n"
-        '(shard_by="page"), in its vLLM plugin not yet.'
+        '(shard_by="page") and an option of its vLLM plugin.'
     )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import lightning_indexer as li
 from lightning_indexer import calibration
 from lightning_indexer.cache import IndexCache
+from lightning_indexer.indexer import MAX_QUERY_LEN
 from lightning_indexer.ops import backend_of
 from lightning_indexer.ranks import Ranks
 from lightning_indexer.traffic import exchange_bytes
@@ -79,13 +80,15 @@ class EngineIndexer:
                 device=kind.device,
                 transport=options.transport,
                 dispatch=options.dispatch if kind.context_parallel else "replicated",
+                shard_by=options.shard_by,
                 timeout=options.timeout,
                 threshold=options.threshold,
                 micro_batches=limits.micro_batches,
             )
             # Taken now, so that the engine's measurement of free memory counts it.
             self._workspaces: list[Workspace | None] = [None] * limits.micro_batches
-            if backend_of(kind.device).on_gpu:
+            self.by_page = self.indexer.shard.by == "page"
+            if backend_of(kind.device).on_gpu and not self.by_page:
                 size: dict[str, Any] = {"max_requests": 1, "max_columns": 1, "device": kind.device}
                 self._workspaces = [Workspace(kind.spec, **size, prefill=True) for _ in self._workspaces]
             self._plans: dict[tuple[int, ...], StepPlan] = {}
@@ -99,9 +102,13 @@ class EngineIndexer:
 
     def _warm_up(self) -> None:
         kind, owned = self.kind, len(self.indexer.owned_heads)
-        query_lens = range(1, kind.limits.query_len + 1)
+        query_lens = {*range(1, kind.limits.query_len + 1)}
+        if self.by_page:
+            query_lens.add(min(MAX_QUERY_LEN, kind.limits.rows))  # of a prefill's pieces
         page_size = PAGE_SIZE if kind.tables and owned == 1 else None
-        self.indexer.warmup(kind.format, query_lens=query_lens, order=kind.order, page_size=page_size)
+        self.indexer.warmup(kind.format, query_lens=sorted(query_lens), order=kind.order, page_size=page_size)
+        if self.by_page:
+            return
         cache = IndexCache.empty(1, kind.spec, kind.format, kind.device)
         cache.data.view(torch.uint8).zero_()
         one = torch.ones(1, dtype=torch.int32, device=kind.device)
@@ -147,34 +154,41 @@ class EngineIndexer:
                 order=kind.order,
                 sparse_table=table,
                 out=None if out is None else out[:, :first],
-                plan=self._plan(layer, step.decode, micro_batch),
+                plan=self._plan(layer, step, micro_batch),
                 micro_batch=micro_batch,
             )
             if self.recorder is not None:
                 self.recorder.record(layer, q[:first], cache, step.decode, decoded)
         if step.num_prefills > 0:
             chunk = step.prefill
-            prefilled = li.prefill(
-                q[first:last],
-                cache,
-                chunk.block_table,
-                chunk.cu_seqlens_q,
-                chunk.seq_lens,
-                spec=kind.spec,
-                max_query_len=chunk.max_query_len,
-                max_seq_len=min(chunk.max_seq_len, chunk.block_table.shape[1] * kind.spec.block_size),
-                order=kind.order,
-                out=None if out is None else out[:, first:last],
-                workspace=self._workspaces[micro_batch],
-            )
+            rows = q[first:last], cache, chunk.block_table, chunk.cu_seqlens_q, chunk.seq_lens
+            there = None if out is None else out[:, first:last]
+            if self.by_page:
+                prefilled = self.indexer.prefill(*rows, order=kind.order, out=there, micro_batch=micro_batch)
+            else:
+                prefilled = li.prefill(
+                    *rows,
+                    spec=kind.spec,
+                    max_query_len=chunk.max_query_len,
+                    max_seq_len=min(chunk.max_seq_len, chunk.block_table.shape[1] * kind.spec.block_size),
+                    order=kind.order,
+                    out=there,
+                    workspace=self._workspaces[micro_batch],
+                )
         return decoded, prefilled
 
-    def _plan(self, layer: str, decode: Any, micro_batch: int) -> StepPlan:
+    def _plan(self, layer: str, step: Any, micro_batch: int) -> StepPlan | None:
         """The step's plan, made by the first layer that meets its metadata, in memory that a captured graph finds again.
 
         The same metadata may serve several passes: a warm-up and then a capture, or the draft tokens of a speculative step,
         whose lengths are counted up in place. Each begins with the same layer, which makes the plan anew.
+
+        By page a plan lists the step's pages, so one memory serves batches of all sizes. A step with prefill rows, whose
+        pieces are planned in that memory, has none: each layer plans for itself.
         """
+        decode = step.decode
+        if self.by_page and step.num_prefills > 0:
+            return None
         made = self._made.get(micro_batch)
         if made is not None and made.step is decode and made.layer != layer:
             return made.plan
@@ -186,9 +200,12 @@ class EngineIndexer:
             order=self.kind.order,
             max_seq_len=columns * self.kind.spec.block_size,
             cache_format=self.kind.format,
-            out=self._plans.get(size),
+            block_table=decode.block_table if self.by_page else None,
+            out=None if self.by_page else self._plans.get(size),
+            micro_batch=micro_batch if self.by_page else None,
         )
-        self._plans[size] = plan
+        if not self.by_page:
+            self._plans[size] = plan
         self._made[micro_batch] = _Made(decode, layer, plan)
         return plan
 
@@ -207,7 +224,8 @@ class EngineIndexer:
                 f"{told_thresholds(indexer.thresholds)}; a rank that shares reads {share} (alone {cache.token_bytes} B) and"
                 f" receives {received:,} B a row"
             )
-        form = f"index cache {kind.format}, queries {str(kind.query_dtype).removeprefix('torch.')}"
+        held = f" sharded by page, {cache.token_bytes / world:g} B a token on a rank" if self.by_page else ""
+        form = f"index cache {kind.format}{held}, queries {str(kind.query_dtype).removeprefix('torch.')}"
         return f"lightning-indexer {li.__version__}: {ranks}; {form}, top {spec.topk}, ids by {kind.order}"
 
     def statistics(self) -> dict[str, Any]:
@@ -218,6 +236,7 @@ class EngineIndexer:
             "ranks": indexer.world,
             "transport": indexer.transport,
             "dispatch": indexer.dispatch,
+            "shard_by": indexer.shard.by,
             "thresholds": indexer.thresholds,
             "format": self.kind.format,
             "steps": {name: count - self._steps_before[name] for name, count in self._steps().items()},

@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.models.minimax_m3.common import indexer as base
 from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.ubatch_utils import get_num_ubatches
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
@@ -18,6 +19,7 @@ from lightning_indexer.ops import backend_of, check_device
 from lightning_indexer.vllm.engine import EngineIndexer, Kind, Limits, live_indexers, shared_indexer
 from lightning_indexer.vllm.ops import sparse_table
 from lightning_indexer.vllm.options import FORMATS, Options, Setting, refuse
+from lightning_indexer.vllm.sharded import OwnPages, ShardedIndexCache, write_own_pages
 
 logger = logging.getLogger("vllm.lightning_indexer")  # below vLLM's, for its handlers
 
@@ -32,8 +34,11 @@ def choose(*, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type:
         ValueError: it cannot serve this engine; says all that stands against it.
     """
     setting = read_setting(topk_blocks, indexer_kv_dtype)
-    refuse(setting.refusals(Options.read(get_current_vllm_config().additional_config)))
+    options = Options.read(get_current_vllm_config().additional_config)
+    refuse(setting.refusals(options))
     refuse(device_refusals(FORMATS[indexer_kv_dtype], None, setting.head_dim, setting.block_size))
+    if options.shard_by == "page":
+        refuse(write_own_pages())
     return LightningIndexerImpl
 
 
@@ -41,7 +46,7 @@ def read_setting(topk: int, cache_dtype: str) -> Setting:
     """What of the current vLLM configuration matters here."""
     config = get_current_vllm_config()
     sparse = sparse_config(config)
-    parallel = config.parallel_config
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
     return Setting(
         context_parallel=config.attention_config.minimax_m3_indexer_cp,
         platform=_platform(),
@@ -57,6 +62,8 @@ def read_setting(topk: int, cache_dtype: str) -> Setting:
         fused_decode=config.kernel_config.monokernel,
         full_graphs=_full_graphs(config),
         sleep_mode=config.model_config.enable_sleep_mode,
+        kv_connector=None if transfer is None else str(transfer.kv_connector),
+        hisparse=config.attention_config.hisparse_config is not None,
     )
 
 
@@ -99,6 +106,15 @@ class Backend(base.MiniMaxM3IndexerBackend):  # type: ignore[misc]
         return MetadataBuilder
 
 
+class ShardedBackend(Backend):
+    """The same for an index cache that the group holds once."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those in which the blocks of a layer lie one behind the other, as the pages that are made of them must."""
+        return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC
+
+
 class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[misc]
     """One layer's indexer: vLLM's cache, metadata and buffers, our selection."""
 
@@ -108,6 +124,11 @@ class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[mis
     def __init__(self, **layer: Any) -> None:
         super().__init__(**layer)
         self.engine = self.make_engine()
+        if self.engine.by_page:
+            replica = self.index_cache
+            del get_current_vllm_config().compilation_config.static_forward_context[replica.prefix]
+            del self.index_cache  # a module, in whose place torch takes nothing else
+            self.index_cache = OwnPages(ShardedIndexCache(replica, self.engine.indexer.shard, ShardedBackend))
 
     def make_engine(self) -> EngineIndexer:
         """The indexer that this layer shares with its like."""

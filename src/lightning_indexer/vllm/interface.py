@@ -30,6 +30,9 @@ TABLE = ("attention_block_table", "sparse_block_table_out", "sparse_context_lens
 PARAMETERS = {
     "select_indexer_impl_cls": ("topk_blocks", "indexer_kv_dtype"),
     "MiniMaxM3IndexerBackend.get_builder_cls": (),
+    "MiniMaxM3IndexerCache.__init__": ("self", "head_dim", "prefix", "cache_config", "indexer_kv_dtype", "backend_cls"),
+    "MiniMaxM3IndexerCache.bind_kv_cache": ("self", "kv_cache"),
+    "MiniMaxM3IndexerCache.get_kv_cache_spec": ("self", "vllm_config"),
     "MiniMaxM3IndexerTritonMetadataBuilder.build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
     "MiniMaxM3IndexerImpl.__init__": ("self", *LAYER),
     "MiniMaxM3IndexerTritonImpl.forward": ("self", "index_query", *TABLE),

@@ -151,6 +151,7 @@ def _shares(config: Any) -> bool:
     options = Options.read(config.additional_config)
     setting = read_setting(sparse_config(config)["sparse_topk_blocks"], "bf16")  # the dtype is ours to judge
     refuse(setting.unserved(options))
+    refuse([] if options.shard_by == "block" else ["shard_by: expected 'block' with an NVFP4 index cache, got 'page'"])
     reasons = setting.unshared(options)
     if not setting.context_parallel:
         reasons = ["attention_config: expected minimax_m3_indexer_cp, got none"]

@@ -22,6 +22,7 @@ class Options:
     Args:
         kernels: use our kernels where context parallelism was not asked for, too: every rank scores its own heads.
         transport, dispatch, threshold, timeout: as in `ContextParallelIndexer`.
+        shard_by: "page" to hold the index cache once in the tensor-parallel group, as in `ContextParallelIndexer`.
         tie_break: "lower", or "higher" as in the AMD kernels of vLLM.
         order: of the ids: "score", "block", or "auto", which is what the engine's own indexer gives its attention.
         capture: write decode calls to this file, see `lightning_indexer.replay`. For eager engines.
@@ -35,6 +36,7 @@ class Options:
     dispatch: str = "auto"
     threshold: int | None = None
     timeout: float | None = None
+    shard_by: str = "block"
     tie_break: str = "lower"
     order: str = "auto"
     capture: str | None = None
@@ -50,6 +52,7 @@ class Options:
             check_int("threshold", self.threshold, 0)
         number = isinstance(self.timeout, (int, float)) and self.timeout > 0
         require(self.timeout is None or number, "timeout", "a number of seconds > 0", repr(self.timeout))
+        check_choice("shard_by", self.shard_by, ("block", "page"))
         check_choice("tie_break", self.tie_break, ("lower", "higher"))
         check_choice("order", self.order, ("auto", "score", "block"))
         named = self.capture is None or (isinstance(self.capture, str) and self.capture != "")
@@ -78,7 +81,8 @@ def asked(config: Any) -> bool:
     """Whether a vLLM configuration asks for our indexer. Of any release: one without the fields does not."""
     attention = getattr(config, "attention_config", None)
     flag = bool(getattr(attention, "minimax_m3_indexer_cp", False))
-    return flag or Options.read(getattr(config, "additional_config", None)).kernels
+    options = Options.read(getattr(config, "additional_config", None))
+    return flag or options.kernels or options.shard_by == "page"
 
 
 def refuse(reasons: list[str]) -> None:
@@ -106,6 +110,8 @@ class Setting:
     fused_decode: bool  # a decode in one kernel, which selects for itself
     full_graphs: bool  # whole decode steps are replayed from graphs
     sleep_mode: bool  # memory of the model may be taken away and given back
+    kv_connector: str | None = None  # that moves caches to another engine, to the host or to a disk
+    hisparse: bool = False  # vLLM's pool of blocks on the host
 
     @property
     def format(self) -> str:
@@ -114,7 +120,7 @@ class Setting:
 
     def refusals(self, options: Options) -> list[str]:
         """Why this cannot be served as it is asked for, in the wording of `checks.require`; empty if it can."""
-        return [*self.unshared(options), *self.unserved(options)]
+        return [*self.unshared(options), *self.unsharded(options), *self.unserved(options)]
 
     def unshared(self, options: Options) -> list[str]:
         """Why the ranks cannot share the work, though it is asked for; each could score its own heads."""
@@ -127,6 +133,22 @@ class Setting:
             _need(found, stays, "enable_sleep_mode", memory, "true")
         return found
 
+    def unsharded(self, options: Options) -> list[str]:
+        """Why the ranks cannot hold the index cache once, though it is asked for."""
+        found: list[str] = []
+        if options.shard_by == "page":
+            none = "none in --attention-config"
+            _need(found, self.context_parallel, "minimax_m3_indexer_cp", 'true with shard_by "page"', none)
+            everyone = '"sharded" or "auto" where pages are sharded'
+            _need(found, options.dispatch != "replicated", "dispatch", everyone, repr(options.dispatch))
+            one = 'none with shard_by "page": no rank holds all pages that a call reads'
+            _need(found, options.capture is None, "capture", one, repr(options.capture))
+            whole = 'none with shard_by "page": it would take the blocks of one rank for those of all'
+            _need(found, self.kv_connector is None, "kv_transfer_config", whole, self.kv_connector)
+            copied = 'none with shard_by "page": it copies blocks, and a block is a part of a page'
+            _need(found, not self.hisparse, "hisparse_config", copied, "one")
+        return found
+
     def unserved(self, options: Options) -> list[str]:
         """Why this cannot be served, whether the ranks share the work or not."""
         found: list[str] = []
@@ -136,7 +158,8 @@ class Setting:
 
         need(self.platform in PLATFORMS, "platform", " or ".join(PLATFORMS), self.platform)
         dcp = self.decode_context_parallel
-        need(dcp == 1, "decode_context_parallel_size", "1: every rank holds the whole index cache", dcp)
+        held = "every rank holds the whole index cache" if options.shard_by == "block" else "each rank holds pages, not tokens"
+        need(dcp == 1, "decode_context_parallel_size", f"1: {held}", dcp)
         need(self.cache_dtype in FORMATS, "indexer_kv_dtype", " or ".join(FORMATS), repr(self.cache_dtype))
         need(self.score_type == "max", "sparse_score_type", "'max'", repr(self.score_type))
         own = "one that takes its blocks from the indexer"
