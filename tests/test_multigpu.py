@@ -149,6 +149,33 @@ def test_selections(world, setup, backend):
     assert run_ranks(world, partial(select, setup, backend), start_method="spawn", gpus=True) == [[]] * world
 
 
+def select_by_page(transport: str, rank: int) -> list[str]:
+    """As `select`, each rank with its own pages only; steps of few and of many rows in turn, whose queries travel apart."""
+    device, world = torch.device("cuda", rank), dist.get_world_size()
+    wrong, own = [], owned_heads(rank, world, HEADS)
+    own = slice(own[0], own[-1] + 1)
+    changes = {"max_rows": 2 * ROWS, "shard_by": "page", "transport": transport}
+    with indexer_of("peer" if transport == "peer" else "collective", **changes) as indexer:
+        for format in ("bf16", "nvfp4"):
+            cache = keys_in(format, device)
+            held, dtype = cache.held_by(indexer.shard), cache.format.query_dtypes[0]
+            indexer.warmup(format, query_lens=(1, 4))
+            batches = [Batch(LONG, 1, dtype, device), Batch(LONG * 4, 4, dtype, device), Batch(SHORT, 4, dtype, device)]
+            want = [batch.dense(cache)[own] for batch in batches]
+            for _ in range(3):
+                for number, batch in enumerate(batches):
+                    ids = indexer.decode(batch.q[:, own], held, batch.table, batch.seq_lens, query_len=batch.query_len)
+                    if not torch.equal(ids, want[number]):
+                        wrong.append(f"{format}, batch {number}")
+    return wrong
+
+
+@on_gpus(2, 4, 8)
+@pytest.mark.parametrize("transport", ["collective", "peer"])
+def test_a_cache_that_the_group_holds_once(world, transport):
+    assert run_ranks(world, partial(select_by_page, transport), start_method="spawn", gpus=True) == [[]] * world
+
+
 def layers(setup: str, rank: int) -> list[str]:
     """A whole step in one graph, replayed long and short, with a rank that is late at random; then eager ones between."""
     device, world = torch.device("cuda", rank), dist.get_world_size()
@@ -196,7 +223,7 @@ def test_57_layers_in_a_graph_with_a_late_rank(world, setup):
     assert run_ranks(world, partial(layers, setup), start_method="spawn", gpus=True) == [[]] * world
 
 
-def die(rank: int, world: int, folder: str, setup: str) -> None:
+def die(rank: int, world: int, folder: str, setup: str, every_head: bool) -> None:
     """Rank 1 ends after one step, as a process that is killed; the others go on and write down what they are told."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -211,8 +238,9 @@ def die(rank: int, world: int, folder: str, setup: str) -> None:
     arguments = {"max_rows": ROWS, "max_seq_len": LONGEST, "device": "cuda", "timeout": 3.0, "dispatch": "sharded"}
     indexer = li.ContextParallelIndexer(SPEC, transport=setup, **arguments)
     indexer.warmup()
+    q = batch.q if every_head else batch.q[:, indexer.owned_heads.start : indexer.owned_heads.stop]
     for _ in range(1 if rank == 1 else 3):
-        indexer.decode(batch.q, cache, batch.table, batch.seq_lens)
+        indexer.decode(q, cache, batch.table, batch.seq_lens)
     if rank == 1:
         torch.cuda.synchronize()
         os._exit(0)
@@ -225,11 +253,14 @@ def die(rank: int, world: int, folder: str, setup: str) -> None:
 
 
 @on_gpus(2, 4, 8)
-@pytest.mark.parametrize("setup", ["peer", "collective"])
-def test_a_process_that_dies(world, setup):
-    """With "peer" the others name it; with NCCL its watchdog ends them after the group's time-out. Nobody hangs."""
+@pytest.mark.parametrize(("setup", "every_head"), [("peer", True), ("peer", False), ("collective", True)])
+def test_a_process_that_dies(world, setup, every_head):
+    """In the exchange of keys, or in the scorer that waits for queries. Nobody hangs.
+
+    With "peer" the others name it; with NCCL its watchdog ends them after the group's time-out.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(die, (world, folder, setup), nprocs=world, join=False, start_method="spawn")
+        context = start_processes(die, (world, folder, setup, every_head), nprocs=world, join=False, start_method="spawn")
         for process in context.processes:
             process.join(120)
         alive = [process.is_alive() for process in context.processes]
