@@ -546,6 +546,8 @@ class ContextParallelIndexer:
         elif backend.on_gpu and len(seq_lens) and len(q):
             pieces = Pieces.of(cu_seqlens_q, seq_lens, len(q), min(MAX_QUERY_LEN, self.max_rows), longest)
             self._prefill_pieces(q, checked, block_table, pieces, order, ids, micro_batch)
+        elif backend.on_gpu:
+            ids.fill_(-1)
         else:
             ids.fill_(-1)
             bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()

@@ -321,10 +321,28 @@ def test_vllm_neither_zeroes_nor_keeps_what_its_block_ids_do_not_number():
                 ]
                 zeroer = worker.KVBlockZeroer(torch.device("cpu"), groups, [128], engine.registered, engine.plan.num_blocks)
                 counts.append(zeroer._meta[-1])
-        worker.clear_layer_kv_caches(engine.registered.values())
+        # As both runners do it: from the registered layers, and from the model once these are forgotten.
+        worker.clear_layer_kv_caches(module for layer in engine.layers for module in layer.modules())
         return counts, [layer.indexer.index_cache.kv_cache.numel() for layer in engine.layers]
 
     assert run_ranks(2, work) == [([2 * LAYERS, LAYERS], [0] * LAYERS)] * 2
+
+
+def test_slots_of_layers_slices_and_of_fewer_tokens_than_rows():
+    """Micro-batches have a slice for each layer, and padded passes more rows than slots, which the kernels look at."""
+
+    def work(rank: int):
+        config = engines.config_of(2, **BY_PAGE)
+        with engines.engine(config, rank):
+            engine = Engine(config, 64 << 20)
+            slots = torch.tensor([128 * 4, -1, 128 * 7 + 5, 99])
+            own = sharded.OwnSlots(dict.fromkeys(engine.registered, slots[:3]), engine.registered, "first", 6)
+            found = [own[layer.indexer.index_cache.prefix] for layer in engine.layers]
+            assert len({each.data_ptr() for each in found}) == 1
+            return found[0].tolist(), found[0].as_strided((6,), (1,)).tolist()
+
+    expected = [[128 * 2, -1, -1], [-1, -1, 128 * 3 + 5]]
+    assert run_ranks(2, work) == [(each, [*each, -1, -1, -1]) for each in expected]
 
 
 def test_a_profiling_run_selects_nothing_and_writes_nothing():

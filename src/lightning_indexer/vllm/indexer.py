@@ -23,6 +23,8 @@ from lightning_indexer.vllm.sharded import OwnPages, ShardedIndexCache, write_ow
 
 logger = logging.getLogger("vllm.lightning_indexer")  # below vLLM's, for its handlers
 
+PREFILL_ROWS = 512  # of a chunk at once over a sharded cache: lists of 32 MiB at 1 M tokens, 16 steps for 8,192 tokens
+
 
 def choose(*, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type:
     """Our class, for an engine that asks for it.
@@ -128,7 +130,9 @@ class LightningIndexerImpl(base.MiniMaxM3IndexerTritonImpl):  # type: ignore[mis
             replica = self.index_cache
             del get_current_vllm_config().compilation_config.static_forward_context[replica.prefix]
             del self.index_cache  # a module, in whose place torch takes nothing else
-            self.index_cache = OwnPages(ShardedIndexCache(replica, self.engine.indexer.shard, ShardedBackend))
+            # A module, too, so that vLLM finds its memory when it lets go of the model's.
+            self.sharded_cache = ShardedIndexCache(replica, self.engine.indexer.shard, ShardedBackend)
+            self.index_cache = OwnPages(self.sharded_cache)
 
     def make_engine(self) -> EngineIndexer:
         """The indexer that this layer shares with its like."""
@@ -185,7 +189,7 @@ def make_engine(geometry: dict[str, int], format: str, query_dtype: torch.dtype,
     heads = sparse_config(config)["sparse_num_index_heads"]
     kind = Kind(
         spec=li.IndexerSpec(num_heads=heads, tie_break=options.tie_break, **geometry),
-        limits=_limits(config),
+        limits=_limits(config, options),
         device=check_device(_device()),
         format=format,
         query_dtype=query_dtype,
@@ -200,11 +204,14 @@ def make_engine(geometry: dict[str, int], format: str, query_dtype: torch.dtype,
     return engine
 
 
-def _limits(config: Any) -> Limits:
+def _limits(config: Any, options: Options) -> Limits:
     query_len = max_decode_query_len(config)
     captured = config.compilation_config.max_cudagraph_capture_size or 0  # in tokens
+    rows = max(config.scheduler_config.max_num_seqs * query_len, captured)
+    if options.shard_by == "page":  # prefill goes through decode steps, each with its exchange
+        rows = max(rows, min(PREFILL_ROWS, config.scheduler_config.max_num_batched_tokens))
     return Limits(
-        rows=max(config.scheduler_config.max_num_seqs * query_len, captured),
+        rows=rows,
         tokens=config.model_config.max_model_len,
         query_len=query_len,
         micro_batches=get_num_ubatches(config.parallel_config),

@@ -104,18 +104,30 @@ class OwnSlots(dict[str, torch.Tensor]):
         whole: vLLM's.
         layers: vLLM's registered layers by name.
         first: the layer that the pass begins with.
+        rows: tokens of the pass, padding included.
     """
 
-    def __init__(self, whole: dict[str, torch.Tensor], layers: dict[str, Any], first: str) -> None:
+    def __init__(self, whole: dict[str, torch.Tensor], layers: dict[str, Any], first: str, rows: int) -> None:
         super().__init__(whole)
         self.whole, self.first = whole, first
-        made: dict[int, torch.Tensor] = {}
+        made: dict[tuple[Any, ...], torch.Tensor] = {}
         for name, slot_mapping in whole.items():
             layer = layers.get(name)
             if isinstance(layer, ShardedIndexCache):
-                if id(slot_mapping) not in made:  # layers share it
-                    made[id(slot_mapping)] = layer.shard.local_slots(slot_mapping, layer.block_size)
-                self[name] = made[id(slot_mapping)]
+                # Layers share it, or have slices of one that are alike.
+                same = slot_mapping.data_ptr(), slot_mapping.shape, slot_mapping.stride()
+                if same not in made:
+                    made[same] = _padded(layer.shard.local_slots(slot_mapping, layer.block_size), rows)
+                self[name] = made[same]
+
+
+def _padded(slots: torch.Tensor, rows: int) -> torch.Tensor:
+    """The slots, in memory that goes on with -1: vLLM's own does, and its kernels look at the slots of all rows."""
+    if len(slots) >= rows:
+        return slots
+    longer = slots.new_full((rows,), -1)
+    longer[: len(slots)] = slots
+    return longer[: len(slots)]
 
 
 def write_own_pages() -> list[str]:
@@ -148,17 +160,18 @@ def _takes_slots_from_the_context(attention: Any) -> bool:
 def _with_own_slots(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> Any:
-        use_own_slots(base.get_forward_context(), self.layer_name)
+        use_own_slots(base.get_forward_context(), self.layer_name, hidden_states.shape[0])
         return original(self, positions, hidden_states)
 
     setattr(forward, MARK, True)
     return forward
 
 
-def use_own_slots(context: Any, layer: str) -> None:
-    """Put `OwnSlots` into a pass's context, if `layer` is its first. vLLM's mapping, which other passes may share, stays.
+def use_own_slots(context: Any, layer: str, rows: int) -> None:
+    """Put `OwnSlots` into the context of a pass of `rows` tokens, if `layer` is its first.
 
-    A context may serve several passes, a warm-up and then a capture, say: the first layer of each makes them anew.
+    vLLM's mapping, which other passes may share, stays. A context may serve several passes, a warm-up and then a capture, say:
+    the first layer of each makes them anew.
     """
     slots = context.slot_mapping
     if isinstance(slots, OwnSlots):
@@ -166,4 +179,4 @@ def use_own_slots(context: Any, layer: str) -> None:
             return
         slots = slots.whole
     if isinstance(slots, dict):  # not for a memory-profiling run of micro-batches
-        context.slot_mapping = OwnSlots(slots, context.no_compile_layers, layer)
+        context.slot_mapping = OwnSlots(slots, context.no_compile_layers, layer, rows)
