@@ -48,9 +48,9 @@ def dense(inputs: Inputs, cache: li.IndexCache, order: str = "score") -> torch.T
 # The lists.
 
 
-@pytest.mark.parametrize("programs", [1, 20])
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("order", ["score", "block"])
+@pytest.mark.parametrize(
+    ("world", "order", "programs"), [(1, "score", 1), (2, "block", 20), (3, "score", 20), (8, "block", 1), (8, "score", 20)]
+)
 def test_lists(world, order, programs):
     """Every owned block once, ascending, whatever the table holds; one unit of work on one rank for what needs no scores."""
     assert (owned.CHUNK.value, owned.COUNTED.value) == (1024, 8192)  # which the lengths are about
