@@ -71,6 +71,8 @@ class Virtual:
             self.indexers[ranks.rank] = indexer
 
         run_virtual(world, make)
+        torch.cuda._sleep(1)  # loaded before anybody waits, as all that may run beside a rank that does
+        torch.cuda.synchronize()
 
     def own(self, rank: int) -> slice:
         """The heads of a rank; a slice, for a list of them is copied to the GPU, which no graph captures."""
@@ -97,6 +99,16 @@ class Virtual:
     def cache(self, rank: int, inputs: Inputs) -> torch.Tensor | li.IndexCache:
         """The index keys that a rank has of a step."""
         return inputs.pages
+
+    def replay(self, graphs: list[torch.cuda.CUDAGraph], generator: torch.Generator) -> None:
+        """A graph on each rank, queued in any order; one rank is late. Then wait for all."""
+        late = int(torch.randint(self.world, (1,), generator=generator))
+        for rank in torch.randperm(self.world, generator=generator).tolist():
+            with torch.cuda.stream(self.streams[rank]):
+                if rank == late:
+                    torch.cuda._sleep(int(torch.randint(200_000, (1,), generator=generator)))
+                graphs[rank].replay()
+        self.finish()
 
     def finish(self) -> None:
         torch.cuda.synchronize()
@@ -219,20 +231,12 @@ def test_back_to_back_layers_with_a_slow_rank(pool):
                 ranks.indexers[rank].decode(own, *static.arguments[1:], out=outs[rank][layer], plan=plan)
         graphs.append(graph)
     generator = torch.Generator().manual_seed(1)
-    torch.cuda._sleep(1)  # loaded before anybody waits
-    torch.cuda.synchronize()
     for turn in range(50):
         name = ("long", "short", "short", "long", "long")[turn % 5]
         for field in ("q", "block_table", "seq_lens"):
             getattr(static, field).copy_(getattr(live[name], field))
         torch.cuda.synchronize()
-        late = int(torch.randint(world, (1,), generator=generator))
-        for rank in torch.randperm(world, generator=generator).tolist():
-            with torch.cuda.stream(ranks.streams[rank]):
-                if rank == late:
-                    torch.cuda._sleep(int(torch.randint(200_000, (1,), generator=generator)))
-                graphs[rank].replay()
-        ranks.finish()
+        ranks.replay(graphs, generator)
         for rank in range(world):
             assert (outs[rank] == want[name][ranks.own(rank)]).all(), (turn, rank)
             outs[rank].fill_(-77)

@@ -428,6 +428,17 @@ def test_decode(name):
             assert_same_rows(candidates(inputs, shard), keys)
 
 
+@pytest.mark.parametrize(("topk", "programs", "values"), [(2, 40, "normal"), (3, 12, "ties"), (4, 40, "ties")])
+def test_many_runs_of_candidates(topk, programs, values):
+    """More than are sorted at once: of some runs alone, found by their largest; a long request beside short ones."""
+    spec = spec_of(topk=topk)
+    inputs = random_inputs(spec, [64 * 80 - 9, 1, 64 * 3], heads=2, query_len=2, values=values)
+    with interpreter.fake_device(programs, topk=4):
+        ids = li.decode(*inputs.arguments, **inputs.rules)
+        scores = li.score_blocks(*inputs.arguments, **inputs.rules)
+    assert_same_rows(ids, selection(inputs, scores))
+
+
 def test_plan_is_an_even_split():
     """Shares follow each other, differ by at most a page, and begin in the request that holds their first page."""
     inputs = random_inputs(spec_of(topk=2), [64 * 3, 0, 1, 64 * 20, 0, 130])

@@ -2,7 +2,7 @@
 """The `peer` exchange through Triton's interpreter: processes that write into each other's shared memory."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -47,13 +47,19 @@ class SharedRanks(ProcessRanks):
 
 
 def on_ranks(
-    world: int, work: Callable[[SharedRanks], Any], *, batches: int = 1, timeout: float = 60.0, sole: bool = True
+    world: int,
+    work: Callable[[SharedRanks], Any],
+    *,
+    batches: int = 1,
+    timeout: float = 60.0,
+    gpus: Sequence[int] | None = None,
 ) -> list[Any]:
-    """What `work` returns on each rank, with kernels interpreted, as if every rank had a GPU to itself or all shared one."""
+    """What `work` returns on each rank, with kernels interpreted, as if it had the GPU of that number; None: one each."""
+    numbers = range(world) if gpus is None else gpus
     boxes = torch.full((batches, world, BOX_WORDS), EMPTY.value, dtype=torch.int64).share_memory_()
 
     def run(rank: int) -> Any:
-        with interpreter.fake_device(PROGRAMS), mock.patch.object(peer, "gpu_name", return_value=f"GPU {sole * rank}"):
+        with interpreter.fake_device(PROGRAMS), mock.patch.object(peer, "gpu_name", return_value=f"GPU {numbers[rank]}"):
             return work(SharedRanks(boxes))
 
     return run_ranks(world, run, timeout=timeout)
@@ -130,7 +136,7 @@ def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch, s
             )
         return found | {"steps": indexer.steps()}
 
-    results = on_ranks(world, work, sole=sole)
+    results = on_ranks(world, work, gpus=None if sole else [0] * world)
     with interpreter.fake_device(PROGRAMS):
         for name, inputs in kinds.items():
             want, by_block = dense(inputs), dense(inputs, order="block")
@@ -143,6 +149,22 @@ def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch, s
     assert counted == [counted[0]] * world
     assert (counted[0]["replicated"] > 0) == (dispatch == "auto")
     assert counted[0]["sharded"] > 0
+
+
+def test_two_of_the_ranks_share_a_gpu():
+    """How queries travel is agreed on: a rank that has its GPU to itself does as the others; padded rows, three steps."""
+    spec = spec_of(4)
+    inputs = random_inputs(spec, [700, 0, 65], heads=4, query_len=2, rows=8)
+
+    def work(ranks: SharedRanks) -> list[torch.Tensor]:
+        indexer = indexer_of(spec, ranks)
+        return [answer(indexer, inputs, [ranks.rank]) for _ in range(3)]
+
+    results = on_ranks(4, work, gpus=[0, 1, 2, 2])
+    with interpreter.fake_device(PROGRAMS):
+        want = dense(inputs)
+    for rank, found in enumerate(results):
+        assert all(torch.equal(ids, want[rank : rank + 1]) for ids in found)
 
 
 def planted(values: torch.Tensor, tokens: int) -> Inputs:
@@ -252,7 +274,7 @@ def test_a_missing_rank_is_named(every_head, sole):
             told = str(caught.value)
         return told
 
-    results = on_ranks(4, work, sole=sole)
+    results = on_ranks(4, work, gpus=None if sole else [0] * 4)
     assert results[1] == "nothing"
     for rank in (0, 2, 3):
         assert f"rank {rank} of 4 waited in vain for rank 1 inside a decode step" in results[rank]

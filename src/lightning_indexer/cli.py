@@ -463,6 +463,7 @@ def _bench_gpus(
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         require(found >= world, "--gpus", f"at most the {found} GPUs that are here", str(world))
+        require(device == "cuda", "--device", "none with --gpus, which takes the first ones", device)
         require(plot_path is None, "--plot", "none with --gpus; `bench report` draws the result", str(plot_path))
         require(not isinstance(before, str), "--baseline", "a result file with --gpus", repr(before))
         query_dtype(FORMATS[format], queries)

@@ -546,11 +546,10 @@ class ContextParallelIndexer:
         elif backend.on_gpu and len(seq_lens) and len(q):
             pieces = Pieces.of(cu_seqlens_q, seq_lens, len(q), min(MAX_QUERY_LEN, self.max_rows), longest)
             self._prefill_pieces(q, checked, block_table, pieces, order, ids, micro_batch)
-        elif backend.on_gpu:
-            ids.fill_(-1)
         else:
             ids.fill_(-1)
-            bounds, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+            empty = backend.on_gpu  # else the branch above; nothing may wait for a GPU
+            bounds, lengths = ([0], []) if empty else (cu_seqlens_q.tolist(), seq_lens.tolist())
             for request, (start, end) in enumerate(itertools.pairwise(bounds)):
                 for first in range(start, end, self.max_rows):
                     last = min(end, first + self.max_rows)

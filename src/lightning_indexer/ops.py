@@ -161,8 +161,6 @@ def select_keys(
         require(table is not None, "block_table", 'a table, for a shard by="page"', "None")
         assert table is not None
         check_table(table, seq_lens, spec, None)
-        columns = table.shape[1]
-        require(columns >= width, "block_table", f"a column for each of the {width} slots of scores", f"{columns} columns")
     backend_of(scores.device).select_keys(scores, seq_lens, spec, query_len, shard, out, table)
     return out
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_indexer.bench.gpus import MODES
 from lightning_indexer.bench.results import ResultFile, exchange_name, is_layer
 from lightning_indexer.plan.cost import Setup, alone_us, rank_us, setup_exchanges
 from lightning_indexer.plan.exchange import interpolate
@@ -236,12 +237,7 @@ def _ways(results: list[ResultFile]) -> list[Picture]:
     return found
 
 
-WAYS = {
-    ("none", "replicated"): ("without CP", "o"),
-    ("collective", "sharded"): ("collective", "s"),
-    ("peer", "sharded"): ("peer", "D"),
-    ("peer", "auto"): ("auto", "_"),
-}
+WAYS = dict(zip(MODES, (("without CP", "o"), ("collective", "s"), ("peer", "D"), ("auto", "_")), strict=True))
 
 
 def _draw_ways(rows: list[dict[str, Any]]) -> Callable[[Any], None]:

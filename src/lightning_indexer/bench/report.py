@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_indexer.bench import peers
 from lightning_indexer.bench.cases import RankCase
 from lightning_indexer.bench.exchange import ExchangeRow
-from lightning_indexer.bench.gpus import GpusResult, ModeRow
+from lightning_indexer.bench.gpus import MODES, GpusResult, ModeRow
 from lightning_indexer.bench.run import Result, Row
 from lightning_indexer.bench.write import WriteRow
 from lightning_indexer.text import table
@@ -67,9 +67,7 @@ def _modes_table(rows: list[ModeRow]) -> str:
     gains: dict[tuple[int, int], list[tuple[int, float]]] = {}
     losses = []
     for case, ways in cases.items():
-        alone, collective, peer, auto = (
-            ways[way] for way in (("none", "replicated"), ("collective", "sharded"), ("peer", "sharded"), ("peer", "auto"))
-        )
+        alone, collective, peer, auto = (ways[mode] for mode in MODES)
         best = min(alone, peer, key=lambda row: row.timing.us)
         losses.append((auto.timing.us / best.timing.us, case.name))
         times = [f"{row.timing.us:.2f}" for row in (alone, collective, peer, auto)]
