@@ -246,6 +246,7 @@ def _exchange(
         step.programs,
         transport.max_rows,
         waiters,
+        device_facts(step.q.device).processors if step.policy.pdl else 0,
         transport.query_words,
         transport.query_half,
         DRY if dry else transport.polls,

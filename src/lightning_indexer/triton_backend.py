@@ -407,9 +407,7 @@ class Decode:
             self.shard = Shard()  # all that is listed
         self.tiling = DecodeTiling.of(spec, query_len, self.heads)
         self.owner = owner
-        # A matrix product is 16 columns wide in any case.
-        narrow = self.tiling.columns <= MATRIX_COLUMNS
-        self.own_tiling = self.tiling if owner is None or narrow else DecodeTiling.of(spec, query_len, owner.heads)
+        self.own_tiling = self.tiling if owner is None else DecodeTiling.of(spec, query_len, owner.heads)
         facts, self.pages = device_facts(q.device), Pages.of(cache, q)
         shares = None if self.plan is None else self.plan.shares
         packed = is_packed(cache.format)

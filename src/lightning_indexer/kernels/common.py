@@ -115,18 +115,19 @@ def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
-def top_of(source, count, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
-    """First KEEP of `count` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
+def top_of(source, runs, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
+    """First KEEP of `runs` runs of `width` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
 
     One sort of FEW or MANY, if they fit. Else a sort of their runs and one of what is in the best, if that fits; else sorts of
     MOST, one after the other.
     """
+    count = runs * width
     if count <= FEW:
         best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
     elif count <= MANY:
         best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
     elif KEEP * KEEP <= MANY:
-        best = top_of_runs(source, count // width, width, stride, KEEP, MANY)
+        best = top_of_runs(source, runs, width, stride, KEEP, MANY)
     else:
         best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
         for first in range(MOST, count, MOST):

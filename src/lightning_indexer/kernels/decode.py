@@ -340,7 +340,6 @@ def score_share(
     failed_ptr,
     report_ptr,
     polls,
-    alone,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -397,14 +396,14 @@ def score_share(
             q_head = (wide % heads).to(tl.int64)
             inside = (wide < query_len * heads)[None, :]
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)
-            if BOXED > 0 and alone == 0:
+            if BOXED > 0:
                 sent = await_queries(
                     box, q_row, q_head, wide < query_len * heads, parity, query_words, query_half, owned, replicas, max_rows,
                     failed_ptr, report_ptr, polls, BOXED,
                 )  # fmt: skip
                 places = (box + sent).to(q_ptr.dtype, bitcast=True)
                 queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, True)
-            else:  # for itself: of places that come from two branches the compiler knows too little for wide loads
+            else:
                 queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, False)
             held_lengths = causal_length(length, held // heads, query_len)
             lengths = causal_length(length, token, query_len)
@@ -564,7 +563,7 @@ def score_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # query columns of a request in one tile: rows x heads, up to a power of two
-    OWN_COLUMNS: tl.constexpr,  # the same of the rank's own heads, where that saves work
+    OWN_COLUMNS: tl.constexpr,  # the same of the rank's own heads
     KEEP: tl.constexpr,  # K up to a power of two
     HIGHER: tl.constexpr,
     SCORES: tl.constexpr,  # write scores, and no candidates
@@ -615,6 +614,7 @@ def score_kernel(
                     PAGE_BYTES,
                     AHEAD,
                 )
+    box = box_of(boxes_ptr, peer_rank) if BOXED > 0 else steps_ptr
     if PDL:
         # The kernel before may have written all else that is read here; the next kernel may already take its place on the GPU.
         tl.extra.cuda.gdc_wait()
@@ -639,10 +639,10 @@ def score_kernel(
         counts = program + tile == 0
         counted = tl.load(counter, mask=counts, other=0)
     alone = world == 1 if AUTO else False
-    box = box_of(boxes_ptr, peer_rank) if BOXED > 0 else steps_ptr
     parity = program * 0
     if BOXED > 0:
-        parity = (tl.load(steps_ptr + 2) + 1) & 1  # not from the count itself, which the first program is adding to
+        # Not from the count itself, which the first program is adding to.
+        parity = (tl.load(steps_ptr + 2, mask=alone == 0, other=0) + 1) & 1
         senders = tl.minimum(SENDERS, programs)
         if (program < senders) & (tile == 0) & (alone == 0) & (polls >= 0) & (peer_rank % replicas == 0):
             words = requests * query_len * own_heads * BOXED
@@ -658,11 +658,12 @@ def score_kernel(
 
     if AUTO and BOXED == 0:
         q_ptr += tl.where(alone, first_head * q_head_stride, 0)
-    if AUTO and OWN_COLUMNS == COLUMNS:
+    if AUTO and OWN_COLUMNS == COLUMNS and BOXED == 0:
         heads = tl.where(alone, own_heads, heads)
     if AUTO:
         end = tl.where(alone & (tile * OWN_COLUMNS >= query_len * own_heads), page, end)  # a tile of others' heads
-    apart = alone if OWN_COLUMNS < COLUMNS else False
+    # A loop of its own: narrower, and without code for queries that are sent.
+    apart = alone if OWN_COLUMNS < COLUMNS or BOXED > 0 else False
     if apart:
         score_share(
             tile, page, end, request, before, length, at_work,
@@ -671,7 +672,7 @@ def score_kernel(
             requests, longest, free, query_len, own_heads, init_blocks, local_blocks, rank, world, num_pages,
             q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
             scores_head_stride, scores_row_stride,
-            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
+            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
             BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
         )  # fmt: skip
     else:
@@ -682,7 +683,7 @@ def score_kernel(
             requests, longest, free, query_len, heads, init_blocks, local_blocks, rank, world, num_pages,
             q_row_stride, q_head_stride, page_stride, scales_stride, block_table_stride,
             scores_head_stride, scores_row_stride,
-            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls, alone,
+            box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
             BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
         )  # fmt: skip
     if COUNT:
@@ -713,22 +714,20 @@ def row_place(
 
 
 @triton.jit
-def row_keys(
-    keys_ptr, column, request, tokens, pages, before, total, requests, longest, free, columns, programs,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr,
+def row_runs(
+    column, request, tokens, pages, before, total, requests, longest, free, columns, programs,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """First KEEP keys, descending `[1, KEEP]`, of what the segments of a row's request left for its column."""
-    best = tl.zeros((1, KEEP), tl.int64)
-    if pages > 0:
-        used = tl.minimum(programs, total)
-        owner = owner_of(before, total, used)
-        segments = owner_of(before + pages - 1, total, used) - owner + 1
-        width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
-        width = tl.where(visible_blocks(tokens, longest, BLOCK) <= free, KEEP, width)
-        first = (column // columns) * (programs + requests) + owner + request
-        source = keys_ptr + first.to(tl.int64) * (columns * KEEP) + (column % columns) * KEEP
-        best = top_of(source, segments * width, width, columns * KEEP, KEEP, FEW, MANY, MOST)
-    return best
+    """Where the candidates of a row's column lie: the first one's place, how many segments left some, and how many each."""
+    used = tl.maximum(tl.minimum(programs, total), 1)
+    total = tl.maximum(total, 1)
+    owner = owner_of(before, total, used)
+    segments = owner_of(before + pages - 1, total, used) - owner + 1
+    width = tl.minimum(KEEP, (total + used - 1) // used)  # most candidates that a segment can have
+    width = tl.where(visible_blocks(tokens, longest, BLOCK) <= free, KEEP, width)
+    first = (column // columns) * (programs + requests) + owner + request
+    place = first.to(tl.int64) * (columns * KEEP) + (column % columns) * KEEP
+    return place, tl.where(pages > 0, segments, 0), width
 
 
 @triton.jit
@@ -817,14 +816,14 @@ def select_kernel(
     request, tokens, pages, before, total = row_place(
         row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED, LISTED
     )
+    column = (row % query_len) * heads + head
+    place, runs, width = row_runs(
+        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, BLOCK, KEEP
+    )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    column = (row % query_len) * heads + head
-    best = row_keys(
-        keys_ptr, column, request, tokens, pages, before, total, requests, longest, free, columns, programs,
-        BLOCK, KEEP, FEW, MANY, MOST,
-    )  # fmt: skip
+    best = top_of(keys_ptr + place, runs, width, columns * KEEP, KEEP, FEW, MANY, MOST)
     if KEYS:
         lane = tl.arange(0, KEEP)
         place = out_ptr + head.to(tl.int64) * out_head_stride + row.to(tl.int64) * out_row_stride + lane

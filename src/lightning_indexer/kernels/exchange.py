@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 
 from lightning_indexer.kernels.box import CHUNK, EMPTY, box_of, own_words, query_place, send_words, take_words
-from lightning_indexer.kernels.common import first_owned_head, owner_of_head, write_ids
-from lightning_indexer.kernels.decode import row_keys, row_place, seen_tokens
+from lightning_indexer.kernels.common import first_owned_head, owner_of_head, top_of, write_ids
+from lightning_indexer.kernels.decode import row_place, row_runs, seen_tokens
 from lightning_indexer.kernels.key import join_keys, top_keys
 
 
@@ -42,14 +42,14 @@ def key_slot(parity, source, head, row, world, owned, max_rows, topk):
 
 @triton.jit
 def send_keys(
-    best, head, row, boxes_ptr, parity, rank, world, owned, replicas, max_rows, topk, KEEP: tl.constexpr
+    best, head, row, boxes_ptr, parity, rank, world, owned, replicas, max_rows, topk, kept, KEEP: tl.constexpr
 ):  # fmt: skip
-    """The first K of `best` `[1, KEEP]` to every rank that owns the head."""
+    """The first of `best` `[1, KEEP]` to every rank that owns the head; `kept` of them."""
     lane = tl.arange(0, KEEP)[None, :]
     slot = key_slot(parity, rank, head % owned, row, world, owned, max_rows, topk)
     for replica in range(replicas):
         box = box_of(boxes_ptr, owner_of_head(head, owned, replicas) + replica)
-        tl.store(box + slot + lane, best, mask=lane < topk, cache_modifier=".wt")
+        tl.store(box + slot + lane, best, mask=lane < kept, cache_modifier=".wt")
 
 
 @triton.jit
@@ -156,6 +156,29 @@ def gather_kernel(
                     tl.store(out_ptr + there * words + place % words, word ^ FLIP, mask=inside)
 
 
+@triton.jit
+def awaited_count(steps_ptr, PDL: tl.constexpr):
+    """The number of exchanged steps, this one included, once all that the kernel before has written is there."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    return tl.load(steps_ptr)
+
+
+@triton.jit
+def item_runs(
+    item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free, query_len,
+    heads, first_head, owned, columns, programs, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """An item's head, by its number among the own or the others' and by that among all, and where its candidates lie."""
+    number = item % per_row
+    head = tl.where(own, first_head + number, number + tl.where(number >= first_head, owned, 0))
+    column = (row % query_len) * tl.where(together, heads, owned) + tl.where(together, head, number)
+    place, runs, width = row_runs(
+        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, BLOCK, KEEP
+    )
+    return number, head, place, runs, width
+
+
 @triton.jit(
     do_not_specialize=[
         "length_stride",
@@ -176,6 +199,7 @@ def gather_kernel(
         "programs",
         "max_rows",
         "waiters",
+        "rehearsals",
         "query_words",
         "query_half",
         "polls",
@@ -231,6 +255,7 @@ def exchange_kernel(
     programs,
     max_rows,
     waiters,
+    rehearsals,  # programs that select before there is anything
     query_words,  # where the queries begin in a box
     query_half,  # words of a half of them
     polls,  # looks for words that are not there; negative: neither send nor wait
@@ -298,43 +323,58 @@ def exchange_kernel(
         pages = tl.where(alone, lone_pages, pages)
         before = tl.where(alone, lone_before, before)
     together = at_work > 1
+    wide = tl.where(together, columns, own_columns)
+    number, head, run_place, runs, width = item_runs(
+        item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free, query_len,
+        heads, first_head, owned, wide, programs, BLOCK, KEEP,
+    )  # fmt: skip
     begin = item
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
-    if PDL:
+    if PDL:  # noqa: SIM102 (one is for the compiler, one for the program)
         if SOLE | (at_work == 1):
             tl.extra.cuda.gdc_launch_dependents()  # nobody whom somebody here will wait for needs the place
-        tl.extra.cuda.gdc_wait()
-    count = tl.load(steps_ptr)
-    parity = count & 1  # the count may wrap
+    # The first programs, one on each multiprocessor, go through a selection of nothing while score_kernel still runs, which
+    # brings the code there.
+    early = (program < rehearsals).to(tl.int32)
+    count = program * 0
+    if early == 0:
+        count = awaited_count(steps_ptr, PDL)
     one = tl.zeros((1,), tl.int32)
 
     while item < stop:
-        number = item % per_row
-        head = tl.where(own, first_head + number, number + tl.where(number >= first_head, owned, 0))
-        column = (row % query_len) * tl.where(together, heads, owned) + tl.where(together, head, number)
-        best = row_keys(
-            keys_ptr, column, request, tokens, pages, before, total, requests, longest, free,
-            tl.where(together, columns, own_columns), programs, BLOCK, KEEP, FEW, MANY, MOST,
-        )  # fmt: skip
+        best = top_of(keys_ptr + run_place, tl.where(early == 0, runs, 0), width, wide * KEEP, KEEP, FEW, MANY, MOST)
         if together:
             if polls >= 0:
-                send_keys(best, head, row, boxes_ptr, parity, rank, world, owned, replicas, max_rows, topk, KEEP)
+                parity = count & 1  # the count may wrap
+                kept = tl.where(early == 0, topk, 0)
+                send_keys(best, head, row, boxes_ptr, parity, rank, world, owned, replicas, max_rows, topk, kept, KEEP)
         else:
             write_ids(
                 best, number + one, row + one, tl.minimum(request, requests - 1) + one,
-                seen_tokens(row, request, tokens, requests, query_len) + one, one == 0,
+                seen_tokens(row, request, tokens, requests, query_len) + one, one == early,
                 out_ptr, out_head_stride, out_row_stride, topk,
                 attention_table_ptr, attention_table_stride, attention_columns,
                 table_ptr, table_head_stride, table_row_stride, context_ptr, context_head_stride, context_row_stride,
                 attention_page_stride, BLOCK, KEEP, HIGHER, BY_BLOCK, PARTS,
             )  # fmt: skip
-        item += step
-        row = item // per_row
-        if item < stop:
-            request, tokens, pages, before, total = row_place(
-                row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
-                BLOCK, True, LISTED,
-            )  # fmt: skip
+        if early != 0:
+            count = awaited_count(steps_ptr, PDL)
+            early = program * 0
+        else:
+            item += step
+            row = item // per_row
+            if item < stop:
+                request, tokens, pages, before, total = row_place(
+                    row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
+                    BLOCK, True, LISTED,
+                )  # fmt: skip
+                number, head, run_place, runs, width = item_runs(
+                    item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free,
+                    query_len, heads, first_head, owned, wide, programs, BLOCK, KEEP,
+                )  # fmt: skip
+    if early != 0:
+        count = awaited_count(steps_ptr, PDL)
+    parity = count & 1
 
     if EMPTIED > 0:  # noqa: SIM102 (one is for the compiler, one for the program)
         # Also those that nobody here has scored or waited for: what comes after its place was emptied would stay.
