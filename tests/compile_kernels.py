@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 import lightning_indexer as li
 from lightning_indexer import ops, peer, policy, triton_backend, workspace
+from lightning_indexer.rows import Chunks
 from lightning_indexer.spec import IndexerSpec, Shard
 
 # Bytes of stack on sm_90. The prefill kernel is held to 128 registers so that two programs fit a multiprocessor, and
@@ -77,7 +78,7 @@ POINTERS = {
 class Call:
     """A call of the library, by what decides which kernels it launches."""
 
-    kind: str  # "decode", "keys", "scores", "plan", "select", "merge", "prefill"
+    kind: str  # "decode", "keys", "scores", "plan", "select", "merge", "prefill", "prefill of ranks"
     heads: int = 4
     query_len: int = 1
     planned: bool = False
@@ -97,7 +98,7 @@ class Call:
         spec, shard, others = self.spec, Shard(), Shard(1, 2, self.by)
         seq_lens = torch.ones(2, dtype=torch.int32)
         block_table = torch.zeros(2, 1, dtype=torch.int32)
-        rows = self.rows if self.kind == "prefill" else 2 * self.query_len
+        rows = self.rows if self.kind.startswith("prefill") else 2 * self.query_len
         q = torch.zeros(rows, self.heads, spec.head_dim, dtype=self.dtype)
         cache = self.cache()
         ids = torch.zeros(self.heads, rows, spec.topk, dtype=torch.int32)
@@ -140,6 +141,13 @@ class Call:
         elif self.kind == "prefill":
             bounds = torch.tensor([0, 1, rows], dtype=torch.int32)
             triton_backend.prefill(*step[:3], bounds, seq_lens, spec, self.longest, self.order, ids, None)
+        elif self.kind == "prefill of ranks":
+            bounds = torch.tensor([0, 1, rows], dtype=torch.int32)
+            chunks, ranks = Chunks(bounds, seq_lens, self.longest), Alone(self.sole)
+            transport = peer.PeerTransport(spec, ranks, rows, q.device, timedelta(seconds=1), None)
+            own = slice(transport.owned.start, transport.owned.stop)
+            shard = Shard(ranks.rank, ranks.world, self.by)
+            transport.prefill(q[:, own], cache, block_table, chunks, shard, self.order, ids[own], False)
 
     def cache(self) -> li.IndexCache:
         """Of one page."""
@@ -208,6 +216,8 @@ BY_PAGE = [
     Call("select", by="page"),
     Call("keys", by="page", format="fp8", dtype=E4M3),
     Call("keys", by="page", format="nvfp4"),
+    Call("prefill of ranks", by="page"),
+    Call("prefill of ranks", by="page", format="nvfp4"),
 ]
 # What MiniMax-M3 launches.
 FULL = [
@@ -227,6 +237,7 @@ BRIEF = [
     *PREFILLS[:2],
     PEERS[1],
     BY_PAGE[2],
+    Call("prefill of ranks", order="block"),
 ]
 GEOMETRIES = [
     (IndexerSpec(topk=64), torch.bfloat16),

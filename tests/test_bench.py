@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from support import INF, NAN
 
 import lightning_indexer as li
-from lightning_indexer import cli, reference
+from lightning_indexer import cli, reference, torch_backend
 from lightning_indexer.bench import cases, gate, plot, report, run
 from lightning_indexer.bench import inputs as drawn
 from lightning_indexer.bench import timing as protocol
-from lightning_indexer.bench.cases import DecodeCase, PrefillCase, RankCase, decode_set, prefill_set
+from lightning_indexer.bench.cases import DecodeCase, PrefillCase, RankCase, RankPrefillCase, decode_set, prefill_set
 from lightning_indexer.bench.exchange import ExchangeRow
 from lightning_indexer.bench.gpus import GpusResult, LinkRow, ModeRow
 from lightning_indexer.bench.results import case_name, identity, parse_result
@@ -513,6 +513,32 @@ def test_a_rank_is_verified_with_the_others_part(monkeypatch, shard_by):
     assert "expected" in result.failures[0][1]
 
 
+@pytest.mark.parametrize("shard_by", ["block", "page"])
+def test_a_rank_of_a_prefill(monkeypatch, shard_by):
+    case = RankPrefillCase(4, 72, 1_000, 4, shard_by)
+    assert case.index_bytes(SPEC, 256) == (128 + 128 + 48) * 256  # blocks 0, 4 and 8 of 9
+    assert case.flops(SPEC) == 2 * 128 * (72 * 1_000 + 72 * 36)
+    assert case.own == PrefillCase(1, 72, 1_000)
+    result = measured(case)
+    assert [found.case for found in result.rows] == [case]
+    told = result.as_json()["rows"][0]
+    assert (told["op"], told["world"], told["tokens"]) == ("prefill", 4, 72)
+    assert told.get("shard_by", "block") == shard_by
+    assert case_name(told) == "prefill, H 4, 72 after 1,000, P 4" + (", by page" if shard_by == "page" else "")
+    real = torch_backend.prefill_keys
+
+    def forgetful(*arguments):
+        real(*arguments)
+        arguments[-1][:, -1] = 0
+
+    monkeypatch.setattr(torch_backend, "prefill_keys", forgetful)
+    result = measured(case)
+    assert result.rows == []
+    assert "row 71" in result.failures[0][1]
+    with pytest.raises(ValueError, match="world"):
+        RankPrefillCase(4, 72, 1_000, 3)
+
+
 def test_what_the_exchange_adds_and_when_sharding_pays():
     rows = [ExchangeRow(4, 1, "peer", 5.0, 8.0, 10.0, 384), ExchangeRow(4, 8, "peer", 6.0, 10.0, 13.0, 3_072)]
     table = report.exchange_table(rows).splitlines()
@@ -645,6 +671,9 @@ def test_command_fails_on_a_wrong_selection(benched, monkeypatch, tmp_path):
     assert written["failures"][0]["error"].startswith("row 4, head 1")
 
 
+PREFILL_RANKS = [RankPrefillCase(4, case.tokens, case.prefix, 4) for case in prefill_set() if case.heads == 4]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -652,6 +681,11 @@ def test_command_fails_on_a_wrong_selection(benched, monkeypatch, tmp_path):
         (["decode", "--cases", "msa"], decode_set("msa", 1)),
         (["decode", "--cases", "skewed", "--case", "3,4096,2"], [*decode_set("skewed", 1), DecodeCase(((3, 4096),), 2)]),
         (["prefill"], prefill_set()),
+        (["prefill", "--world", "4"], [*PREFILL_RANKS, *dict.fromkeys(case.own for case in PREFILL_RANKS)]),
+        (
+            ["prefill", "--world", "2", "--shard-by", "page", "--case", "4,512,1024"],
+            [RankPrefillCase(4, 512, 1024, 2, "page"), PrefillCase(2, 512, 1024)],
+        ),
         (["prefill", "--case", "4,512,1024", "--case", "1,2,300"], [PrefillCase(4, 512, 1024), PrefillCase(1, 2, 300)]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value[0], str) else "",

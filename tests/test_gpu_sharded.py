@@ -290,9 +290,86 @@ def test_pages_used_again(format):
         ranks.check(Inputs(SPEC, q, whole, table.to(DEVICE), lengths(*tokens).to(DEVICE), 1))
 
 
-# Processes.
+# Prefill.
 
 CHUNKS, PREFIXES = [700, 0, 33, 1, 2_000], [9_003, 100, 0, 77, 40_000]
+
+
+def chunks_of(cache: li.IndexCache, how: str, world: int, seed: int = 5) -> tuple[torch.Tensor, ...]:
+    """Queries with rows behind the last chunk, block table, bounds and lengths."""
+    inputs = allocated(cache, how, world, [a + b for a, b in zip(CHUNKS, PREFIXES, strict=True)])
+    q = torch.randn(sum(CHUNKS) + 3, 4, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+    return q, inputs.block_table, torch.tensor([0, *CHUNKS]).cumsum(0).to(DEVICE), inputs.seq_lens
+
+
+@pytest.mark.parametrize(
+    ("world", "format", "how", "order", "changes"),
+    [
+        (2, "bf16", "shuffled", "score", {}),
+        (2, "bf16", "all on one rank", "block", {"max_prefill_rows": 999}),
+        (4, "nvfp4", "a shared prefix", "score", {"max_prefill_rows": 1_500}),
+        (8, "fp8", "in a row", "block", {}),
+        (8, "bf16", "shuffled", "score", {"shard_by": "block", "dispatch": "auto"}),
+    ],
+)
+def test_prefill_over_ranks(caches, world, format, how, order, changes):
+    """Chunks of one step or of several, of own heads and of all; then in a graph, with other chunks."""
+    whole = caches[format]
+    spec = dataclasses.replace(SPEC, init_blocks=1, local_blocks=2)
+    warm = {"cache_format": format, "order": order, "prefill": True}
+    ranks = Virtual(world, spec, warm, **{"shard_by": "page", "max_prefill_rows": 4_000, **changes})
+    by_page = ranks.indexers[0].shard.by == "page"
+    held = [whole.held_by(indexer.shard) if by_page else whole for indexer in ranks.indexers]
+    for stream in ranks.streams:
+        with torch.cuda.stream(stream):
+            torch.empty(1 << 27, dtype=torch.uint8, device=DEVICE)  # scratch: memory from the driver may have ranks wait
+    torch.cuda.synchronize()
+    q, table, bounds, seq_lens = chunks_of(whole, how, world)
+
+    def run(rank: int, every_head: bool, out: torch.Tensor) -> None:
+        given = q if every_head else q[:, ranks.own(rank)]
+        ranks.indexers[rank].prefill(given, held[rank], table, bounds, seq_lens, order=order, out=out)
+
+    def check(ids: list[torch.Tensor]) -> None:
+        ranks.finish()
+        want = li.prefill(q, whole, table, bounds, seq_lens, spec=spec, order=order)
+        for rank in range(world):
+            assert torch.equal(ids[rank], want[ranks.own(rank)]), f"rank {rank} of {world}"
+
+    ids = [torch.full((4, len(q), TOPK), -7, dtype=torch.int32, device=DEVICE)[ranks.own(rank)] for rank in range(world)]
+    for every_head in (False, True):
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(ranks.streams):
+            with torch.cuda.stream(stream):
+                run(rank, every_head, ids[rank])
+        check(ids)
+    graphs = []
+    for rank, stream in enumerate(ranks.streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run(rank, False, ids[rank])
+        graphs.append(graph)
+    generator = torch.Generator().manual_seed(world)
+    for chunks in (CHUNKS, [0, 5, 2_000, 700, 29], [sum(CHUNKS) + 3, 0, 0, 0, 0]):
+        bounds.copy_(torch.tensor([0, *chunks]).cumsum(0))
+        seq_lens.copy_(torch.tensor([a + b for a, b in zip(chunks, (7, 0, 129, 33_000, 300), strict=True)]))
+        table.copy_(torch.randint(POOL, table.shape, generator=generator))
+        torch.cuda.synchronize()
+        ranks.replay(graphs, generator)
+        check(ids)
+
+
+def test_prefill_of_own_heads(caches):
+    """ "auto" over whole caches, a rank for each head: nothing is exchanged, so one rank alone finishes."""
+    whole = caches["bf16"]
+    ranks = Virtual(4, dispatch="auto", threshold=200)
+    q, *rest = chunks_of(whole, "shuffled", 1)
+    ids = ranks.indexers[1].prefill(q[:, 1:2], whole, *rest)
+    torch.cuda.synchronize()
+    assert torch.equal(ids, li.prefill(q, whole, *rest, spec=SPEC)[1:2])
+
+
+# Processes.
 
 
 def process(rank: int, world: int, folder: str, transport: str, by: str) -> None:
@@ -304,7 +381,7 @@ def process(rank: int, world: int, folder: str, transport: str, by: str) -> None
     arguments = {"max_rows": ROWS, "max_seq_len": LONGEST, "device": DEVICE, "dispatch": "sharded", "shard_by": by}
     indexer = li.ContextParallelIndexer(SPEC, transport=transport, **arguments)
     held = whole.held_by(indexer.shard)
-    indexer.warmup(query_lens=(1, 4, 16))
+    indexer.warmup(query_lens=(1, 4), prefill=True)
     own = owned_heads(rank, world, SPEC.num_heads)
     told = f"{indexer.transport}, "
     for tokens, query_len in ((SKEWED, 1), (SHORT, 4), ([0, 0], 1), (SKEWED, 4)):
@@ -314,10 +391,7 @@ def process(rank: int, world: int, folder: str, transport: str, by: str) -> None
             ids = indexer.decode(q, held, inputs.block_table, inputs.seq_lens, query_len=query_len)
             torch.cuda.synchronize()
             told += "right " if torch.equal(ids, want) else "wrong "
-    inputs = allocated(whole, "shuffled", world, [a + b for a, b in zip(CHUNKS, PREFIXES, strict=True)])
-    q = torch.randn(sum(CHUNKS) + 3, 4, DIM, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
-    bounds = torch.tensor([0, *CHUNKS]).cumsum(0).to(DEVICE)
-    rest = inputs.block_table, bounds, inputs.seq_lens
+    q, *rest = chunks_of(whole, "shuffled", world)
     want = li.prefill(q, whole, *rest, spec=SPEC)[own]
     for given in (q, q[:, own]):
         ids = indexer.prefill(given, held, *rest)
@@ -343,9 +417,6 @@ def test_processes(world, transport, by):
 
 def test_prefill_alone(caches):
     """Without a group: the prefill kernel."""
-    inputs = allocated(caches["bf16"], "shuffled", 1, [a + b for a, b in zip(CHUNKS, PREFIXES, strict=True)])
-    q = torch.randn(sum(CHUNKS) + 3, 4, DIM, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
-    bounds = torch.tensor([0, *CHUNKS]).cumsum(0).to(DEVICE)
+    q, *rest = chunks_of(caches["bf16"], "shuffled", 1)
     indexer = li.ContextParallelIndexer(SPEC, max_rows=ROWS, max_seq_len=LONGEST, device=DEVICE, shard_by="page")
-    step = q, caches["bf16"], inputs.block_table, bounds, inputs.seq_lens
-    assert torch.equal(indexer.prefill(*step), li.prefill(*step, spec=SPEC))
+    assert torch.equal(indexer.prefill(q, caches["bf16"], *rest), li.prefill(q, caches["bf16"], *rest, spec=SPEC))

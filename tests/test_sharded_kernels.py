@@ -2,6 +2,7 @@
 """The kernels over a cache that a group holds once, in Triton's interpreter: the lists of a step plan, and their use."""
 
 import dataclasses
+import itertools
 import os
 from typing import Any
 
@@ -20,7 +21,7 @@ from test_peer import SharedRanks, on_ranks
 import lightning_indexer as li
 from lightning_indexer import ops, triton_backend
 from lightning_indexer.kernels import owned
-from lightning_indexer.pieces import Pieces
+from lightning_indexer.rows import Chunks
 from lightning_indexer.spec import Shard
 
 interpreter.install()
@@ -276,24 +277,24 @@ def test_steps_without_requests():
 CHUNKS, PREFIXES = [35, 0, 5, 1], [64 * 3 + 3, 100, 0, 64 * 2]
 
 
-def test_pieces_cover_the_chunks():
-    """Each row is the place that it is read from; its piece is of its request, and sees what the row sees."""
+def test_parts_of_chunks():
+    """Each row of a part is a row of its request's chunk, and sees what that row sees; other requests have no length."""
     bounds = torch.tensor([0, *CHUNKS]).cumsum(0)
     total = int(bounds[-1])
     seq_lens = lengths(*(a + b for a, b in zip(CHUNKS, PREFIXES, strict=True)))
-    for size in (1, 3, 16):
-        pieces = Pieces.of(bounds, seq_lens, total + 2, size, 64 * 12)
-        assert len(pieces.rows) == size * len(pieces.requests)
-        assert pieces.inside.tolist() == [True] * total + [False] * 2
-        for row in range(total):
-            request = int((bounds <= row).sum()) - 1
-            piece, token = divmod(int(pieces.places[row]), size)
-            assert pieces.rows[pieces.places[row]] == row
-            assert pieces.requests[piece] == request
-            assert pieces.seq_lens[piece] - size + token + 1 == PREFIXES[request] + row - int(bounds[request]) + 1
-        used = sum(-(-chunk // size) for chunk in CHUNKS)
-        assert (pieces.seq_lens[used:] == 0).all()
-        assert len(pieces.requests) <= used + len(CHUNKS)
+    for size in (1, 7, 35, 36, total + 2):
+        seen = {}
+        for first in range(0, total + 2, size):
+            part = Chunks(bounds, seq_lens, 64 * 12).part(first, min(size, total + 2 - first))
+            for request, (start, end) in enumerate(itertools.pairwise(part.bounds.tolist())):
+                assert (part.seq_lens[request] > 0) == (end > start)
+                for row in range(start, end):
+                    seen[first + row] = request, int(part.seq_lens[request]) - (end - row) + 1
+        rows = [(request, row) for request, chunk in enumerate(CHUNKS) for row in range(chunk)]
+        assert [seen[row] for row in range(total)] == [(request, PREFIXES[request] + row + 1) for request, row in rows]
+        assert len(seen) == total
+    clipped = Chunks(bounds, seq_lens, 200).part(30, 5)
+    assert clipped.seq_lens.tolist() == [200, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("world", "by", "transport"), [(1, "page", "peer"), (2, "page", "peer"), (2, "block", "collective")])
@@ -304,7 +305,7 @@ def test_prefill_over_ranks(world, by, transport):
     bounds = torch.tensor([0, *CHUNKS]).cumsum(0).to(torch.int32)
 
     def work(ranks: SharedRanks) -> list[torch.Tensor]:
-        indexer = indexer_of(ranks, shard_by=by, transport=transport, max_rows=34)
+        indexer = indexer_of(ranks, shard_by=by, transport=transport, max_rows=5, max_prefill_rows=34)
         cache = li.IndexCache.wrap(inputs.pages, SPEC)
         cache = held(cache, indexer.shard) if by == "page" else cache
         rest = (cache, inputs.block_table, bounds, inputs.seq_lens)

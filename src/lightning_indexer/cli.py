@@ -30,6 +30,7 @@ from lightning_indexer.bench.cases import (
     DecodeCase,
     PrefillCase,
     RankCase,
+    RankPrefillCase,
     decode_set,
     gpus_set,
     prefill_set,
@@ -379,14 +380,30 @@ def bench_decode(named: tuple[str, ...], shapes: list[tuple[int, int, int]], hea
     metavar="HEADS,TOKENS,PREFIX",
     help="A case, repeatable: a chunk of tokens behind a cached prefix.  [default: those of the peer's figures]",
 )
+@click.option("--world", type=click.IntRange(2, 16), help="Ranks, one of which is timed beside its own heads alone.")
+@click.option(
+    "--shard-by",
+    type=click.Choice(["block", "page"]),
+    default="block",
+    help="With --world. page: over a cache that the group holds once.",
+)
 @_bench_options
-def bench_prefill(shapes: list[tuple[int, int, int]], **options: Any) -> None:
-    """Time one layer of a prefill chunk of one request."""
+def bench_prefill(shapes: list[tuple[int, int, int]], world: int | None, shard_by: str, **options: Any) -> None:
+    """Time one layer of a prefill chunk of one request.
+
+    With --world one rank's kernels (all heads on its blocks, up to its keys) and the unshared chunk (its own heads on all
+    blocks) are timed; the exchange is not. Default cases are then the peer's with four heads.
+    """
     try:
-        cases = [PrefillCase(heads, tokens, prefix) for heads, tokens, prefix in shapes]
+        require(world is not None or shard_by == "block", "--shard-by", "block without --world", shard_by)
+        cases = [PrefillCase(heads, tokens, prefix) for heads, tokens, prefix in shapes] or prefill_set()
+        if world is not None:
+            whole = cases if shapes else [case for case in cases if case.heads > 1]
+            ranks = [RankPrefillCase(case.heads, case.tokens, case.prefix, world, shard_by) for case in whole]
+            cases = [*ranks, *dict.fromkeys(case.own for case in ranks)]
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    _bench(cases or prefill_set(), **options)
+    _bench(cases, **options)
 
 
 @bench.command("cp", cls=BenchCommand)

@@ -9,7 +9,6 @@ of all blocks, and the merged ids are those of `lightning_indexer.decode` on the
 """
 
 import dataclasses
-import itertools
 import platform
 import zlib
 from collections.abc import Callable, Iterable
@@ -37,11 +36,10 @@ from lightning_indexer.checks import check_choice, check_int, check_tensor, requ
 from lightning_indexer.collective import CollectiveTransport
 from lightning_indexer.dots import arithmetic
 from lightning_indexer.ops import backend_of, check_device, make_plan
-from lightning_indexer.pieces import Pieces
 from lightning_indexer.policy import decode_programs, device_facts
 from lightning_indexer.precompile import one_page
 from lightning_indexer.ranks import ProcessRanks, Ranks, UnmappedError, gpu_name, ranks_of
-from lightning_indexer.rows import visible_blocks
+from lightning_indexer.rows import Chunks, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import SHARE_FIELDS, StepPlan, Workspace, unscored_blocks
@@ -112,6 +110,8 @@ class ContextParallelIndexer:
             `8 * max_rows * ceil(max_seq_len / B)` bytes for the lists of what the rank holds of each request.
         threshold: pages for "auto"; None has `warmup` measure them, and shares every step until then. See `thresholds`.
         micro_batches: steps that may be in flight at once, each on a stream of its own.
+        max_prefill_rows: rows of chunks that `prefill` shares among the ranks at once; None, or less, is `max_rows`. Each
+            takes `16 * P * h * (K + D / 4) + 2 * H * (4 * K + D)` bytes of a GPU with "peer", `h` the heads of a rank.
 
     Raises:
         ValueError: on every rank: a rank's arguments are wrong, or the ranks are configured differently (names the
@@ -133,6 +133,7 @@ class ContextParallelIndexer:
         timeout: float | None = None,
         threshold: int | None = None,
         micro_batches: int = 1,
+        max_prefill_rows: int | None = None,
     ) -> None:
         self.ranks = ranks_of(group)
         self.rank = 0 if self.ranks is None else self.ranks.rank
@@ -152,6 +153,8 @@ class ContextParallelIndexer:
             check_int("micro_batches", micro_batches, 1)
             if threshold is not None:
                 check_int("threshold", threshold, 0)
+            if max_prefill_rows is not None:
+                check_int("max_prefill_rows", max_prefill_rows, 1)
             process = self.ranks is None or isinstance(self.ranks, ProcessRanks)
             require(transport != "collective" or process, "transport", '"peer" for virtual ranks', repr(transport))
             gpu = backend_of(self.device).on_gpu
@@ -169,6 +172,7 @@ class ContextParallelIndexer:
                 "shard_by": shard_by,
                 "threshold": threshold,
                 "micro_batches": micro_batches,
+                "max_prefill_rows": max_prefill_rows,
                 "arithmetic": arithmetic(self.device),
             }
 
@@ -176,6 +180,7 @@ class ContextParallelIndexer:
         self._handle = custom_op.register(self)
         self.spec = spec
         self.max_rows = max_rows
+        self.max_prefill_rows = max(max_rows, max_prefill_rows or 0)
         self.max_seq_len = max_seq_len
         self.owned_heads = spec.owned_heads(self.rank, self.world)
         self.shard = Shard(self.rank, self.world, shard_by)
@@ -202,7 +207,7 @@ class ContextParallelIndexer:
                     raise
         require(isinstance(self.ranks, ProcessRanks), "transport", '"peer" for virtual ranks', "collective")
         for batch in self._batches:
-            batch.collective = CollectiveTransport(self.spec, self.ranks.group, self.max_rows, self.device)  # type: ignore[attr-defined]
+            batch.collective = CollectiveTransport(self.spec, self.ranks.group, self.max_prefill_rows, self.device)  # type: ignore[attr-defined]
         return "collective"
 
     def _connect_peers(self, ranks: Ranks) -> None:
@@ -210,7 +215,7 @@ class ContextParallelIndexer:
 
         waits = self.timeout or PEER_TIMEOUT, self.setup_timeout
         for batch in self._batches:
-            batch.peer = PeerTransport(self.spec, ranks, self.max_rows, self.device, *waits, len(self._batches))
+            batch.peer = PeerTransport(self.spec, ranks, self.max_prefill_rows, self.device, *waits, len(self._batches))
 
     def _one_host(self) -> bool:
         """Whether every rank has a GPU of this host that this process sees and that this rank's GPU reaches."""
@@ -239,6 +244,7 @@ class ContextParallelIndexer:
         query_lens: Iterable[int] = (1,),
         order: str = "score",
         page_size: int | None = None,
+        prefill: bool = False,
     ) -> None:
         """Run small steps on every rank, so that later ones find connections and code ready; measure thresholds. A collective.
 
@@ -255,6 +261,7 @@ class ContextParallelIndexer:
             query_lens: every query length Q to come.
             order: order to come.
             page_size: of the sparse tables to come; None if there will be none.
+            prefill: chunks are to come, too.
 
         Raises:
             ValueError, RuntimeError: as `decode`.
@@ -277,6 +284,16 @@ class ContextParallelIndexer:
                 q = torch.zeros(query_len + padding, heads, spec.head_dim, device=device).to(dtype)
                 self._decode(q, cache, pages[:requests], one[:requests], query_len, order, table, None, None, 0, dry)
 
+        def run_prefill(heads: int, dry: bool) -> None:
+            for dtype in dtypes:
+                q = torch.zeros(1, heads, spec.head_dim, device=device).to(dtype)
+                ids = torch.empty(owned, 1, spec.topk, dtype=torch.int32, device=device)
+                for kind in (torch.int32, torch.int64):
+                    bounds = torch.tensor([0, 1], dtype=kind, device=device)
+                    # The bound decides whether the context is split, which takes a kernel more. No more than a page is read.
+                    chunks = Chunks(bounds, one, self.max_seq_len).part(0, 1)
+                    self._prefill(q, cache, pages, chunks, order, ids, 0, dry)
+
         measures = self._calibrates and device.type == "cuda"
         for dry in (True, False) if self.transport == "peer" else (False,):
             for query_len in query_lens:
@@ -286,6 +303,9 @@ class ContextParallelIndexer:
                     for heads in sorted({owned, spec.num_heads}):
                         run(query_len, order, table, heads, 1, dry)
                 run(query_len, order, None, owned, 0, dry)
+            if prefill and self.transport is not None:
+                for heads in sorted({owned, spec.num_heads}):
+                    run_prefill(heads, dry)
             if measures:
                 run(1, "score", None, owned, 1, dry)
             if self.transport == "peer":
@@ -314,7 +334,7 @@ class ContextParallelIndexer:
                 batch.peer.raise_if_failed()
 
     def steps(self, micro_batch: int = 0) -> dict[str, int]:
-        """How many calls of `decode` shared their work with "peer", and how many did not. Waits for the GPU."""
+        """How many steps shared their work with "peer", and how many of `decode` did not. Waits for the GPU."""
         peer = self._batches[micro_batch].peer
         counted = [0, 0] if peer is None else peer.steps.tolist()[:2]
         return dict(zip(("sharded", "replicated"), counted, strict=True))
@@ -347,7 +367,7 @@ class ContextParallelIndexer:
                 `shard_by="page"` only, where it must not change before the step's last `decode`.
             out: an earlier plan, made anew in place.
             micro_batch: make it in this one's memory, where a graph finds it again, in the place of `out`. It lasts until the
-                memory's next plan, which a `decode` without a plan makes, and so every `prefill`.
+                memory's next plan, which a `decode` without a plan makes.
 
         Raises:
             ValueError: an argument's shape, dtype or device.
@@ -498,13 +518,15 @@ class ContextParallelIndexer:
     ) -> torch.Tensor:
         """The ids of `lightning_indexer.prefill` for the owned heads, with every rank scoring its blocks.
 
-        Chunks go through `decode` in pieces of up to `max_rows` rows, each with an exchange of its own, so memory does not
-        grow with the chunk but for the ids. On a GPU a step's rows are those of up to `max_rows / Q` requests of
-        `Q = min(16, max_rows)` rows, which is the query length to warm up for, and nothing waits for the GPU. "replicated",
-        which exchanges nothing, takes the prefill kernel instead.
+        `max_prefill_rows` rows at a time are scored and exchanged, so memory does not grow with the chunk but for the ids;
+        thousands fill a GPU. `warmup` has an argument for it. Nothing waits for the GPU.
+
+        Where each rank holds the whole cache, scoring the own heads takes as many operations as that of all heads over 1/P
+        of the blocks, and no exchange. So "auto" shares chunks only if several ranks own the same heads (P > H), and
+        "replicated" never.
 
         Args:
-            q: `[T, h, D]` or `[T, H, D]`, `T >= cu_seqlens_q[R]`; T may exceed `max_rows`.
+            q: `[T, h, D]` or `[T, H, D]`, `T >= cu_seqlens_q[R]`; any T.
             cache, block_table, order: as in `decode`.
             cu_seqlens_q: `[R+1]` int32 or int64, first row of each request, then the number of rows; starts at 0.
             seq_lens: `[R]` int32, cached prefix plus chunk of each request.
@@ -525,6 +547,7 @@ class ContextParallelIndexer:
             check_tensor("q", q, ("T", "heads", spec.head_dim), checked.format.query_dtypes, self.device)
             counts = f"{len(owned)} owned or all {spec.num_heads} heads"
             require(q.shape[1] in (len(owned), spec.num_heads), "q", counts, f"{q.shape[1]} heads")
+            backend.check_operands(q, checked)
             check_tensor("seq_lens", seq_lens, ("R",), INT32, self.device, unit_stride=False)
             bounds_shape, dtypes = (len(seq_lens) + 1,), (torch.int32, torch.int64)
             check_tensor("cu_seqlens_q", cu_seqlens_q, bounds_shape, dtypes, self.device, unit_stride=False)
@@ -537,63 +560,45 @@ class ContextParallelIndexer:
             return checked, longest, check_ids_out(out, len(owned), q.shape[0], spec, self.device)
 
         def outline(checked: tuple[IndexCache, int, torch.Tensor]) -> Message:
-            return {"checksum of cu_seqlens_q": _checksum(cu_seqlens_q), "checksum of seq_lens": _checksum(seq_lens)}
+            facts = self._outline(q, _Step(checked[0], seq_lens, *checked[1:]), 0)
+            return {**facts, "checksum of cu_seqlens_q": _checksum(cu_seqlens_q)}
 
         checked, longest, ids = self._agree("prefill", check, outline) if self.device.type == "cpu" else check()
-        if self.transport is None:
+        if self.transport is None or (self.dispatch == "auto" and spec.replicas(self.world) == 1):
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
             backend.prefill(mine, checked, block_table, cu_seqlens_q, seq_lens, spec, longest, order, ids, None)
-        elif backend.on_gpu and len(seq_lens) and len(q):
-            pieces = Pieces.of(cu_seqlens_q, seq_lens, len(q), min(MAX_QUERY_LEN, self.max_rows), longest)
-            self._prefill_pieces(q, checked, block_table, pieces, order, ids, micro_batch)
         else:
-            ids.fill_(-1)
-            empty = backend.on_gpu  # else the branch above; nothing may wait for a GPU
-            bounds, lengths = ([0], []) if empty else (cu_seqlens_q.tolist(), seq_lens.tolist())
-            for request, (start, end) in enumerate(itertools.pairwise(bounds)):
-                for first in range(start, end, self.max_rows):
-                    last = min(end, first + self.max_rows)
-                    seen = torch.tensor([lengths[request] - (end - last)], dtype=torch.int32)
-                    table, rows = block_table[request : request + 1], slice(first, last)
-                    self.decode(
-                        q[rows],
-                        checked,
-                        table,
-                        seen,
-                        query_len=last - first,
-                        order=order,
-                        out=ids[:, rows],
-                        micro_batch=micro_batch,
-                    )
+            self.raise_if_failed()
+            chunks = Chunks(cu_seqlens_q, seq_lens, longest)
+            for first in range(0, len(q), self.max_prefill_rows):
+                rows = slice(first, min(first + self.max_prefill_rows, len(q)))
+                part = chunks.part(first, rows.stop - first)
+                self._prefill(q[rows], checked, block_table, part, order, ids[:, rows], micro_batch, False)
         return ids
 
-    def _prefill_pieces(
+    def _prefill(
         self,
         q: torch.Tensor,
         cache: IndexCache,
         block_table: torch.Tensor,
-        pieces: Pieces,
+        chunks: Chunks,
         order: str,
         ids: torch.Tensor,
         micro_batch: int,
+        dry: bool,
     ) -> None:
-        """Decode steps of as many pieces as `max_rows` holds."""
-        size, many = pieces.size, self.max_rows // pieces.size
-        found = torch.empty(ids.shape[0], len(pieces.rows), ids.shape[2], dtype=ids.dtype, device=ids.device)
-        words = q.view(torch.uint8) if q.element_size() == 1 else q  # torch indexes no 8-bit floats
-        for first in range(0, len(pieces.requests), many):
-            some, rows = slice(first, first + many), slice(first * size, (first + many) * size)
-            self.decode(
-                words.index_select(0, pieces.rows[rows]).view(q.dtype),
-                cache,
-                block_table.index_select(0, pieces.requests[some]),
-                pieces.seq_lens[some],
-                query_len=size,
-                order=order,
-                out=found[:, rows],
-                micro_batch=micro_batch,
-            )
-        ids.copy_(found.index_select(1, pieces.places).masked_fill(~pieces.inside[:, None], -1))
+        """Shared rows, at most `max_prefill_rows` of them; dry as in `_decode`."""
+        batch, spec, backend = self._batches[micro_batch], self.spec, backend_of(self.device)
+        if batch.peer is not None:
+            batch.peer.prefill(q, cache, block_table, chunks, self.shard, order, ids, dry)
+            return
+        assert batch.collective is not None
+        heads = q if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q)
+        keys = batch.collective.candidates(len(q))
+        backend.prefill_keys(heads, cache, block_table, chunks, spec, self.shard, keys)
+        # Each row as a request of one token: where all keys are empty nothing is selected, whatever its length.
+        seen = torch.ones(len(q), dtype=torch.int32, device=self.device)
+        backend.merge_keys(batch.collective.exchange_keys(keys), seen, spec, 1, order, None, ids)
 
     def _plan(self, batch: _MicroBatch, step: _Step, block_table: torch.Tensor, query_len: int, order: str) -> StepPlan:
         """A plan for one call, in memory that a graph finds again."""

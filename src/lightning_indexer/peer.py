@@ -12,15 +12,17 @@ from lightning_indexer.kernels import box as boxes
 from lightning_indexer.kernels import exchange as kernels
 from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters, scorer_sends
 from lightning_indexer.ranks import Ranks, gpu_name
-from lightning_indexer.spec import IndexerSpec
+from lightning_indexer.rows import Chunks
+from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.triton_backend import MATRIX_COLUMNS, Decode, Inbox, Owner, on_its_device
-from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, power_of_two, unscored_blocks
+from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, keys_kept, power_of_two, unscored_blocks
 
 WORD_BYTES = 8
 MOST_QUERY_BYTES = 2  # of an element
 FNUZ_NAN_FLIP = 0x7F7F7F7F7F7F7F7F  # turns a word of e4m3fnuz NaNs into EMPTY, and no other word
 MOST_LANES = 1024  # keys of all ranks that a program merges at once
+MERGED_WORDS = 512  # of several rows that it merges at once; no fewer than threads, see `await_words`
 POLLS_PER_SECOND = 1_000_000  # looks at a box that is not filled yet: about a microsecond each
 # Programs that send queries from within the scorer: 128 rows of two heads are a chunk for each. The first that a GPU takes on
 # are there whatever else it does.
@@ -36,7 +38,7 @@ class PeerTransport:
     Args:
         spec: geometry; `spec.num_heads` counts the heads of the whole group.
         ranks: the group.
-        max_rows: most rows of a step.
+        max_rows: most rows of a step or of a prefill.
         device: this rank's GPU.
         timeout: how long a program waits for another rank.
         setup_timeout: how long to wait for the others here; None takes the group's own.
@@ -70,6 +72,7 @@ class PeerTransport:
         self.boxes = ranks.share(self.box, setup_timeout)
         self.addresses = torch.tensor([box.data_ptr() for box in self.boxes], dtype=torch.int64, device=device)
         self.queries = torch.zeros(max_rows * spec.num_heads * spec.head_dim, dtype=torch.int16, device=device)
+        self.keys = torch.empty(spec.num_heads * max_rows * spec.topk, dtype=torch.int64, device=device)
         self.steps = torch.zeros(3, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -99,6 +102,16 @@ class PeerTransport:
         """
         _decode(q, self, *step)
 
+    def prefill(self, q: torch.Tensor, *step: Any) -> None:
+        """Ids of the own heads of chunks of at most `max_rows` rows into `out` `[h, T, K]`, shared by all ranks.
+
+        Args:
+            q: as in `decode`.
+            step: cache, block_table, chunks and shard as `triton_backend.prefill_keys` takes them, order, out, and whether to
+                load the kernels only.
+        """
+        _prefill(q, self, *step)
+
 
 @on_its_device
 def _decode(
@@ -125,6 +138,26 @@ def _decode(
     step = Decode(q, cache, block_table, seq_lens, spec, query_len, longest, free, plan.shard, plan, workspace, owner)
     step.score(None)
     _exchange(step, transport, plan, order, sparse_table, out, dry)
+
+
+@on_its_device
+def _prefill(
+    q: torch.Tensor,
+    transport: PeerTransport,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    chunks: Chunks,
+    shard: Shard,
+    order: str,
+    out: torch.Tensor,
+    dry: bool,
+) -> None:
+    spec, rows = transport.spec, len(q)
+    if q.shape[1] != spec.num_heads:
+        q = _gather_queries(q, transport, rows, None, dry)
+    keys = transport.keys[: spec.num_heads * rows * spec.topk].view(spec.num_heads, rows, spec.topk)
+    triton_backend.prefill_keys(q, cache, block_table, chunks, spec, shard, keys, transport.steps, 0 if dry else 1)
+    _exchange_rows(keys, transport, order, out, dry)
 
 
 def _inbox(q: torch.Tensor, transport: PeerTransport, query_len: int, dry: bool) -> Inbox | None:
@@ -156,12 +189,11 @@ def _inbox(q: torch.Tensor, transport: PeerTransport, query_len: int, dry: bool)
     )
 
 
-def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: StepPlan, dry: bool) -> torch.Tensor:
+def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: StepPlan | None, dry: bool) -> torch.Tensor:
     """Own queries `[T, h, D]` of every rank to `[T, H, D]`: the first `live` rows, for the others are padding.
 
-    In a step that is not shared only the own heads are filled.
+    In a step that its plan does not share only the own heads are filled.
     """
-    assert plan.shares is not None
     rows, owned, dim = q.shape
     heads = transport.spec.num_heads
     per_word = WORD_BYTES // q.element_size()
@@ -173,7 +205,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: 
         _words(q),
         _words(gathered),
         transport.addresses,
-        plan.shares[:, -1],
+        transport.steps if plan is None or plan.shares is None else plan.shares[:, -1],
         transport.steps,
         transport.failed,
         transport.report,
@@ -190,7 +222,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: 
         DRY if dry else transport.polls,
         WORDS=dim // per_word,
         FLIP=FNUZ_NAN_FLIP if q.dtype == torch.float8_e4m3fnuz else 0,
-        AUTO=plan.threshold is not None,
+        AUTO=plan is not None and plan.threshold is not None,
         PDL=policy.pdl,
         **policy.select_options(),
     )
@@ -246,7 +278,7 @@ def _exchange(
         step.programs,
         transport.max_rows,
         waiters,
-        device_facts(step.q.device).processors if step.policy.pdl else 0,
+        device_facts(out.device).processors if step.policy.pdl else 0,
         transport.query_words,
         transport.query_half,
         DRY if dry else transport.polls,
@@ -267,6 +299,48 @@ def _exchange(
         LISTED=step.listed,
         PDL=step.policy.pdl,
         **step.policy.select_options(),
+    )
+
+
+def _exchange_rows(keys: torch.Tensor, transport: PeerTransport, order: str, out: torch.Tensor, dry: bool) -> None:
+    """Exchange candidates `[H, T, K]` of many rows, and merge."""
+    spec, world = transport.spec, transport.ranks.world
+    heads, rows, topk = keys.shape
+    owned, keep = len(transport.owned), keys_kept(topk)
+    policy = decode_policy(device_facts(out.device), 0)
+    counts = spec.replicas(world), topk, transport.ranks.rank, world, transport.max_rows
+    sent = 0 if dry else rows
+    kernels.send_rows_kernel[(-(-rows * topk // boxes.CHUNK.value), heads)](
+        keys,
+        transport.addresses,
+        transport.steps,
+        sent,
+        heads,
+        owned,
+        *counts,
+        PDL=policy.pdl,
+        **policy.select_options(),
+    )
+    lanes = max(keep, min(MOST_LANES, power_of_two(world * topk)))
+    together = max(1, MERGED_WORDS // lanes)
+    kernels.merge_rows_kernel[(min(owned * -(-rows // together), transport.waiters),)](
+        transport.addresses,
+        transport.steps,
+        transport.failed,
+        transport.report,
+        out,
+        rows,
+        owned,
+        *counts[1:],
+        DRY if dry else transport.polls,
+        *out.stride()[:2],
+        KEEP=keep,
+        ROWS=together,
+        LANES=lanes,
+        HIGHER=spec.tie_break == "higher",
+        BY_BLOCK=order == "block",
+        PDL=policy.pdl,
+        **policy.select_options(),
     )
 
 

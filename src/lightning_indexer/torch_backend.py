@@ -15,7 +15,7 @@ from lightning_indexer.cache import CacheFormat, IndexCache, saturated
 from lightning_indexer.dots import fixed_dots
 from lightning_indexer.key import MAX_BLOCKS, key_blocks, pack_keys, top_keys
 from lightning_indexer.norm_rope import NormRope
-from lightning_indexer.rows import decode_lengths, prefill_lengths, visible_blocks
+from lightning_indexer.rows import Chunks, decode_lengths, prefill_lengths, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import StepPlan, Workspace
@@ -248,6 +248,22 @@ def prefill(
     for rows in prefill_tiles(q, block_table, cu_seqlens_q, seq_lens.clamp(max=longest), spec.block_size):
         keys = candidates(rows, cache, spec, Shard())
         out[:, rows.where] = first_ids(keys[None], rows.lengths, spec, order).to(out.dtype)
+
+
+def prefill_keys(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    chunks: Chunks,
+    spec: IndexerSpec,
+    shard: Shard,
+    out: torch.Tensor,
+) -> None:
+    """A shard's first candidates of ragged chunks into `out` `[H, T, K]` int64; none for rows outside every chunk."""
+    out.zero_()
+    seen = chunks.seq_lens.clamp(max=chunks.longest)
+    for rows in prefill_tiles(q, block_table, chunks.bounds, seen, spec.block_size):
+        out[:, rows.where] = candidates(rows, cache, spec, shard)
 
 
 def write_sizes(device: torch.device) -> tuple[int, ...]:

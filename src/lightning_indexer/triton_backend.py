@@ -26,6 +26,7 @@ from lightning_indexer.policy import (
     prefill_policy,
     write_policy,
 )
+from lightning_indexer.rows import Chunks, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import (
@@ -148,7 +149,8 @@ def plan_step(
     lengths, free, work = seq_lens, plan.free, shard
     if plan.held is not None:
         assert block_table is not None
-        list_pages(seq_lens, spec, longest, shard, plan, block_table)
+        assert plan.owned is not None
+        list_pages(block_table, seq_lens, spec, longest, shard, free, plan.owned, plan.held)
         lengths, free, work = plan.held, 0, Shard()
     decode_kernels.plan_kernel[(programs + len(seq_lens) + 1,)](
         plan.shares,
@@ -173,27 +175,32 @@ def plan_step(
 
 
 def list_pages(
-    seq_lens: torch.Tensor, spec: IndexerSpec, longest: int, shard: Shard, plan: StepPlan, block_table: torch.Tensor
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: IndexerSpec,
+    longest: int,
+    shard: Shard,
+    free: int,
+    owned: torch.Tensor,
+    held: torch.Tensor,
 ) -> None:
-    """What the shard owns of each request, into `plan`."""
+    """What the shard owns of each request, into `owned` `[2, R, W]` and `held` `[R]`, as `StepPlan` has them."""
     if not len(seq_lens):
         return
-    assert plan.owned is not None
-    assert plan.held is not None
     facts = device_facts(seq_lens.device)
     policy = decode_policy(facts, 0)
-    width = plan.owned.shape[2]
+    width = owned.shape[2]
     programs = min(-(-width // owned_kernels.CHUNK.value), -(-LIST_PROGRAMS * facts.processors // len(seq_lens)))
     owned_kernels.list_kernel[(len(seq_lens), max(1, programs))](
-        plan.owned[0],
-        plan.owned[1],
-        plan.held,
+        owned[0],
+        owned[1],
+        held,
         block_table,
         block_table.stride(0),
         seq_lens,
         seq_lens.stride(0),
         longest,
-        plan.free,
+        free,
         shard.rank,
         width,
         WORLD=shard.world,
@@ -560,10 +567,73 @@ def prefill(
     workspace: Workspace | None,
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
+    chunks = Chunks(cu_seqlens_q, seq_lens, longest)
+    _prefill(q, cache, block_table, chunks, spec, order, Shard(), None, out, spec.topk, workspace, None, 0)
+
+
+@on_its_device
+def prefill_keys(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    chunks: Chunks,
+    spec: IndexerSpec,
+    shard: Shard,
+    out: torch.Tensor,
+    steps: torch.Tensor | None = None,
+    count: int = 1,
+) -> None:
+    """A shard's first candidates of ragged chunks into `out` `[H, T, K or more]` int64; none for rows outside every chunk.
+
+    `count` is added to the first of `steps`, if there are some to count.
+    """
+    lists = None
+    if shard.by == "page" and len(chunks.seq_lens):
+        lists = Lists.of(block_table, chunks, spec, shard)
+    _prefill(q, cache, block_table, chunks, spec, "score", shard, lists, out, out.shape[2], None, steps, count)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a shard by page owns of each request, as in `StepPlan`."""
+
+    owned: torch.Tensor
+    held: torch.Tensor
+
+    @classmethod
+    def of(cls, block_table: torch.Tensor, chunks: Chunks, spec: IndexerSpec, shard: Shard) -> "Lists":
+        """Listed of a prefill's requests."""
+        requests, blocks = len(chunks.seq_lens), visible_blocks(chunks.longest, spec.block_size)
+        owned = torch.empty(2, requests, blocks, dtype=torch.int32, device=block_table.device)
+        held = torch.empty(requests, dtype=torch.int32, device=block_table.device)
+        list_pages(block_table, chunks.seq_lens, spec, chunks.longest, shard, 0, owned, held)
+        return cls(owned, held)
+
+
+def _prefill(
+    q: torch.Tensor,
+    cache: IndexCache,
+    block_table: torch.Tensor,
+    chunks: Chunks,
+    spec: IndexerSpec,
+    order: str,
+    shard: Shard,
+    lists: Lists | None,
+    out: torch.Tensor,
+    kept: int,
+    workspace: Workspace | None,
+    steps: torch.Tensor | None,
+    count: int,
+) -> None:
     check_operands(q, cache)
     rows, heads, dim = q.shape
     if not rows:
         return
+    bounds, seq_lens, longest = chunks.bounds, chunks.seq_lens, chunks.longest
+    table, listed, held = block_table, block_table, seq_lens
+    if lists is not None:
+        (table, listed), held = lists.owned, lists.held
+        shard = Shard()  # all that is listed
     requests = len(seq_lens)
     keep = keys_kept(spec.topk)
     pages = Pages.of(cache, q)
@@ -573,7 +643,7 @@ def prefill(
     head_tiles = -(-heads // heads_per_tile)
     tiles = -(-rows // (columns // heads_per_tile)) + requests + 1
     busy = max(1, -(-rows // (columns // heads_per_tile)) * head_tiles)  # tiles with work, but for ragged ends
-    blocks = -(-longest // spec.block_size)
+    blocks = -(-longest // (spec.block_size * shard.world))
     split_keys = tiles * head_tiles * columns * keep
     room = PREFILL_KEYS if workspace is None else workspace.keys.numel()
     splits = max(1, min(policy.programs // busy, blocks // MIN_SPLIT_BLOCKS, room // split_keys))
@@ -581,7 +651,7 @@ def prefill(
         keys = torch.empty(splits * split_keys if splits > 1 else 0, dtype=torch.int64, device=q.device)
     else:
         keys = workspace.keys
-    shape = (requests, rows, longest, heads, heads_per_tile, spec.topk)
+    shape = (requests, rows, longest, heads, heads_per_tile, kept, shard.rank, shard.world)
     constants = {
         "BLOCK": spec.block_size,
         "COLUMNS": columns,
@@ -589,51 +659,60 @@ def prefill(
         "HIGHER": spec.tie_break == "higher",
         "BY_BLOCK": order == "block",
         "MIN_BLOCKS": MIN_SPLIT_BLOCKS,
+        "KEYS": out.dtype == torch.int64,
+        "LISTED": lists is not None,
+        "PDL": policy.pdl,
     }
     prefill_kernels.prefill_kernel[(tiles, splits, head_tiles)](
         as_loaded(q),
         pages.data,
         pages.scale,
-        block_table,
-        cu_seqlens_q,
-        cu_seqlens_q.stride(0),
+        table,
+        listed,
+        held,
+        bounds,
+        bounds.stride(0),
         seq_lens,
         seq_lens.stride(0),
+        seq_lens if steps is None else steps,
         out,
         keys,
         *shape,
         spec.init_blocks,
         spec.local_blocks,
+        count,
         cache.num_pages,
         units(q, 0),
         units(q, 1),
         units(pages.data, 0),
         pages.scale_stride,
-        block_table.stride(0),
+        table.stride(0),
         *out.stride()[:2],
         DIM=dim,
         STAGES=policy.num_stages,
         NATIVE=policy.native,
-        PDL=policy.pdl,
+        COUNT=steps is not None,
         **pages.constants,
         **constants,
         **policy.options(),
     )
     if splits > 1:
         prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS, head_tiles)](
-            cu_seqlens_q,
-            cu_seqlens_q.stride(0),
+            listed,
+            held,
+            bounds,
+            bounds.stride(0),
             seq_lens,
             seq_lens.stride(0),
             out,
             keys,
             *shape,
+            table.stride(0),
             splits,
             *out.stride()[:2],
             FEW=MERGE_COLUMNS,
             LANES=MERGE_LANES,
             **constants,
-            PDL=policy.pdl,
             **policy.merge_options(),
         )
 

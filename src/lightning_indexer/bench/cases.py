@@ -152,7 +152,49 @@ class PrefillCase:
         return {"batch": 1, "tokens": self.tokens, "prefix": self.prefix}
 
 
-Case = DecodeCase | RankCase | PrefillCase
+@dataclass(frozen=True)
+class RankPrefillCase(PrefillCase):
+    """What one rank of `world` does of a chunk: all `heads` on its blocks, up to its keys; no exchange.
+
+    Rank 0 is taken. `shard_by` as of `RankCase`.
+    """
+
+    world: int
+    shard_by: str = "block"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        IndexerSpec(num_heads=self.heads).owned_heads(0, self.world)
+        check_choice("shard_by", self.shard_by, ("block", "page"))
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}, a rank of {self.world}" + (" by page" if self.shard_by == "page" else "")
+
+    @property
+    def own(self) -> PrefillCase:
+        """The same chunk without context parallelism: the rank's own heads on all blocks."""
+        return PrefillCase(max(1, self.heads // self.world), self.tokens, self.prefix)
+
+    def index_bytes(self, spec: IndexerSpec, token_bytes: int) -> int:
+        """Index keys that the rank must read if it reads them once."""
+        return index_bytes(torch.tensor(self.seq_lens), spec, token_bytes, Shard(0, self.world))
+
+    def flops(self, spec: IndexerSpec) -> int:
+        """1/P of those of all heads on all blocks."""
+        return super().flops(spec) // self.world
+
+    def peer_us(self, format: str, queries: str) -> float | None:
+        """The peer has no such prefill."""
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """As of a chunk, with the ranks."""
+        fields = super().fields() | {"world": self.world, "transport": "none", "dispatch": "sharded"}
+        return fields | {"shard_by": "page"} if self.shard_by == "page" else fields
+
+
+Case = DecodeCase | RankCase | PrefillCase | RankPrefillCase
 
 MSA_BATCHES = (8, 32, 64, 128)
 MSA_CONTEXTS = (1024, 4096, 5120, 10_240, 51_200, 102_400, 204_800)

@@ -117,13 +117,12 @@ def _times(result: ResultFile) -> list[Picture]:
     for row in _uniform(result, "cp", "prefill", *(() if ranks else ("decode",))):
         if row["op"] == "cp" and not is_layer(row):
             continue
-        varying = ("query_len", "world") if row["op"] != "prefill" else ()
-        groups.setdefault((row["op"], _formats(row), row["heads"], *(row.get(key) for key in varying)), []).append(row)
+        varying = row["heads"], row.get("query_len"), row.get("world")
+        groups.setdefault((row["op"], _formats(row), *varying), []).append(row)
     found: list[Picture] = []
-    for (op, format, heads, *others), rows in groups.items():
+    for (op, format, heads, query_len, world), rows in groups.items():
         if len({_line(row) for row in rows}) == len(rows):
             continue
-        query_len, world = others or (None, None)
         parts = [f"{op}, {format}", f"{heads} head{'s' if heads > 1 else ''}"]
         parts += [f"{query_len} row{'s' if query_len > 1 else ''}"] if query_len else []
         parts += [f"a rank of {world}"] if world else []
@@ -180,7 +179,9 @@ def _roofs(results: list[ResultFile]) -> list[Picture]:
     if chunks:
 
         def draw_prefill(axes: Any) -> None:
-            labels = [f"{row['heads']} h, {row['tokens']:,} after {row['prefix']:,}" for row in chunks]
+            ranks = [f", 1/{row['world']}" if "world" in row else "" for row in chunks]
+            sizes = [f"{row['heads']} h, {row['tokens']:,} after {row['prefix']:,}" for row in chunks]
+            labels = [size + rank for size, rank in zip(sizes, ranks, strict=True)]
             axes.barh(labels, [row["pct_roof"] for row in chunks])
             axes.invert_yaxis()
             axes.tick_params(axis="y", labelsize=8)

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 import lightning_indexer as li
-from lightning_indexer.bench.cases import Case, PrefillCase, RankCase
+from lightning_indexer.bench.cases import Case, PrefillCase, RankCase, RankPrefillCase
 from lightning_indexer.bench.timing import Rotation
 from lightning_indexer.cache import is_packed
 from lightning_indexer.ops import backend_of
-from lightning_indexer.rows import visible_blocks
+from lightning_indexer.rows import Chunks, visible_blocks
 
 ENGINE_MAX_SEQ_LEN = 163_840  # the bound that the peer's figures were taken with; longer contexts are their own bound
 OUT_OF_CACHE = 2**31 - 1
@@ -182,11 +182,44 @@ def _prefill_step(
     ids: torch.Tensor,
 ) -> Step:
     bounds = torch.tensor([0, case.tokens], dtype=torch.int32, device=q.device)
+    query_len = math.gcd(case.tokens, CHUNK_QUERY_LEN)
+    ends = torch.arange(query_len, case.tokens + 1, query_len, dtype=torch.int32, device=q.device)
+    rows = block_table.expand(len(ends), -1), case.prefix + ends, query_len
+    if isinstance(case, RankPrefillCase):
+        chunks = Chunks(bounds, seq_lens, case.seq_lens[0])
+        ids, rank_call, merged = _rank_prefill(case, spec, q, caches, block_table, chunks)
+        return Step(spec, q, caches, *rows, ids, rank_call, merged=merged)
 
     def call(view: int) -> None:
         li.prefill(q, caches[view], block_table, bounds, seq_lens, spec=spec, out=ids[view])
 
-    query_len = math.gcd(case.tokens, CHUNK_QUERY_LEN)
-    ends = torch.arange(query_len, case.tokens + 1, query_len, dtype=torch.int32, device=q.device)
-    table = block_table.expand(len(ends), -1)
-    return Step(spec, q, caches, table, case.prefix + ends, query_len, ids, call)
+    return Step(spec, q, caches, *rows, ids, call)
+
+
+def _rank_prefill(
+    case: RankPrefillCase,
+    spec: li.IndexerSpec,
+    q: torch.Tensor,
+    caches: list[li.IndexCache],
+    block_table: torch.Tensor,
+    chunks: Chunks,
+) -> tuple[torch.Tensor, Callable[[int], None], Callable[[int], torch.Tensor]]:
+    """Keys of rank 0 in all views, the call that writes them, and what makes ids of them and of the others'."""
+    backend = backend_of(q.device)
+    shards = [li.Shard(rank, case.world, case.shard_by) for rank in range(case.world)]
+    table = _dealt_table(block_table, case.world) if case.shard_by == "page" else block_table
+    keys = torch.full((len(caches), case.heads, len(q), spec.topk), UNWRITTEN, dtype=torch.int64, device=q.device)
+    one_each = torch.ones(len(q), dtype=torch.int32, device=q.device)
+
+    def rank_keys(view: int, shard: li.Shard, out: torch.Tensor) -> torch.Tensor:
+        backend.prefill_keys(q, caches[view], table, chunks, spec, shard, out)
+        return out
+
+    def call(view: int) -> None:
+        rank_keys(view, shards[0], keys[view])
+
+    def merged(view: int) -> torch.Tensor:
+        others = [rank_keys(view, shard, torch.empty_like(keys[view])) for shard in shards[1:]]
+        return li.merge_keys(torch.stack([keys[view], *others]), one_each, spec=spec)
+
+    return keys, call, merged

@@ -100,7 +100,8 @@ def case_name(row: dict[str, Any]) -> str:
         beside = f", norm and rotation, H {row['heads']}" if row["heads"] else ""
         return f"write, {row['rows']:,} rows, {row['format']}{beside}"
     if op == "prefill":
-        return f"prefill, H {row['heads']}, {row['tokens']:,} after {row['prefix']:,}"
+        ranks = f", P {row['world']}{', by page' if row.get('shard_by') == 'page' else ''}" if "world" in row else ""
+        return f"prefill, H {row['heads']}, {row['tokens']:,} after {row['prefix']:,}{ranks}"
     if "lengths" in row:
         load = " + ".join(f"{batch} x {context:,}" for batch, context in row["lengths"])
     else:

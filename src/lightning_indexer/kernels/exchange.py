@@ -408,3 +408,99 @@ def exchange_kernel(
             )  # fmt: skip
     if program == 0:
         tl.store(steps_ptr + 2, count)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "heads", "owned", "replicas", "topk", "rank", "world", "max_rows"],
+    do_not_specialize_on_alignment=["steps_ptr"],
+)
+def send_rows_kernel(
+    keys_ptr,  # [H, T, K] i64 contiguous, first to last
+    boxes_ptr,  # [P] i64 addresses
+    steps_ptr,  # [3] i32: as score_kernel has them
+    rows,  # to send
+    heads,
+    owned,
+    replicas,
+    topk,
+    rank,
+    world,
+    max_rows,
+    PDL: tl.constexpr,
+):
+    """A rank's keys of many rows to the owners of their heads. Grid `(chunks of a head, H)`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    head = tl.program_id(1)
+    words = rows * topk
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    word = tl.load(keys_ptr + head.to(tl.int64) * words + place, mask=place < words, other=0)
+    slot = key_slot(tl.load(steps_ptr) & 1, rank, head % owned, 0, world, owned, max_rows, topk) + place
+    for replica in range(replicas):
+        box = box_of(boxes_ptr, owner_of_head(head, owned, replicas) + replica)
+        tl.store(box + slot, word, mask=place < words, cache_modifier=".wt")
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "owned",
+        "topk",
+        "rank",
+        "world",
+        "max_rows",
+        "polls",
+        "out_head_stride",
+        "out_row_stride",
+    ],
+    do_not_specialize_on_alignment=["steps_ptr", "out_ptr"],
+)
+def merge_rows_kernel(
+    boxes_ptr,  # [P] i64 addresses
+    steps_ptr,  # [3] i32: as score_kernel has them
+    failed_ptr,
+    report_ptr,
+    out_ptr,  # [h, T, K] i32
+    rows,
+    owned,
+    topk,
+    rank,
+    world,
+    max_rows,
+    polls,  # looks for words that are not there; negative: do not wait
+    out_head_stride,
+    out_row_stride,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,  # that are merged at once
+    LANES: tl.constexpr,  # keys of all ranks that are merged at once
+    HIGHER: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Ids of the own heads from all ranks' keys, for many rows. Grid `(waiters,)`, or less."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(steps_ptr)
+    own_box = box_of(boxes_ptr, rank)
+    groups = (rows + ROWS - 1) // ROWS
+    for item in range(tl.program_id(0), owned * groups, tl.num_programs(0)):
+        head = item // groups
+        row = item % groups * ROWS + tl.arange(0, ROWS)
+        best = tl.zeros((ROWS, KEEP), tl.int64)
+        missing = tl.zeros((ROWS,), tl.int32)
+        for first in range(0, tl.where(polls >= 0, world * topk, 0), LANES):
+            lane = (first + tl.arange(0, LANES))[None, :]
+            source = lane // topk
+            place = key_slot(count & 1, source, head, row[:, None], world, owned, max_rows, topk) + lane % topk
+            there = (row < rows)[:, None] & (lane < world * topk)
+            words = take_words(own_box + place, there, source + row[:, None] * 0, failed_ptr, report_ptr, polls)
+            missing += tl.sum((words == EMPTY).to(tl.int32), 1)
+            best = top_keys(join_keys(best, top_keys(words, KEEP), ROWS, KEEP), KEEP)
+        best = tl.where((missing == 0)[:, None], best, 0)
+        write_ids(
+            best, head + row * 0, row, row, row, row < rows,
+            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+            1, KEEP, HIGHER, BY_BLOCK, 0,
+        )  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.store(steps_ptr + 2, count)

@@ -5,6 +5,9 @@ A tile is COLUMNS query columns (rows x heads) of one request. It streams the re
 at once, and keeps the KEEP best keys per column in registers. Where there are too few tiles to fill the GPU, the context of
 each is split: every split leaves its candidates in scratch, and a second launch merges them, a few columns per program.
 
+Where ranks share the blocks, a tile streams those of one rank and leaves its first K keys instead of ids. By page it takes the
+blocks from the lists of `kernels.owned`.
+
 A score is the product that decode computes, with the operands in each other's place: the sum over the head dim of an output
 element is the same chain, so the bits are decode's.
 
@@ -14,11 +17,12 @@ Grid `(tiles, splits, head tiles)`, the last rows first, as they see most. Bytes
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import block_count, keep_key, nan_max, no_keys, per_unit, write_ids
+from lightning_indexer.kernels.common import block_count, keep_key, nan_max, no_keys, owned_blocks, per_unit, write_ids
 from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots, page_place
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
 REQUESTS = tl.constexpr(128)  # chunk bounds looked at at once
+ENTRIES = tl.constexpr(128)  # of a list of blocks looked at at once
 
 
 @triton.jit
@@ -64,6 +68,39 @@ def tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def tile_pages(
+    context, first_row, rows_per_tile, chunk, request, blocks_row, held_ptr, rank, world,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """How many of a rank's blocks, from the first on, the last row of a tile sees, and how many all of its rows see whole."""
+    blocks = tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK)
+    whole = tl.maximum(context + first_row + 1, 0) // BLOCK
+    if LISTED:
+        listed = block_count(tl.load(held_ptr + request), BLOCK)
+        seen = listed
+        seen_whole = listed
+        # No more than these can be past `whole`, as they ascend.
+        first = tl.maximum(listed - (block_count(tl.maximum(context + chunk, 0), BLOCK) - whole), 0)
+        for start in range(first, listed, ENTRIES):
+            entry = start + tl.arange(0, ENTRIES)
+            block = tl.load(blocks_row + entry, mask=entry < listed, other=0)
+            seen -= tl.sum(((entry < listed) & (block >= blocks)).to(tl.int32))
+            seen_whole -= tl.sum(((entry < listed) & (block >= whole)).to(tl.int32))
+    else:
+        seen = owned_blocks(blocks, rank, world)
+        seen_whole = owned_blocks(whole, rank, world)
+    return seen, seen_whole
+
+
+@triton.jit
+def write_keys(best, head, row, wanted, keys_ptr, head_stride, row_stride, kept, KEEP: tl.constexpr):
+    """The first `kept` of `best` `[ROWS, KEEP]`, as they are."""
+    lane = tl.arange(0, KEEP)[None, :]
+    place = keys_ptr + head[:, None].to(tl.int64) * head_stride + row[:, None].to(tl.int64) * row_stride + lane
+    tl.store(place, best, mask=wanted[:, None] & (lane < kept))
+
+
+@triton.jit
 def keep_page(
     best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
     init_blocks, local_blocks,
@@ -94,8 +131,11 @@ def keep_page(
         "heads",
         "heads_per_tile",
         "topk",
+        "rank",
+        "world",
         "init_blocks",
         "local_blocks",
+        "count",
         "num_pages",
         "q_row_stride",
         "q_head_stride",
@@ -105,18 +145,30 @@ def keep_page(
         "out_head_stride",
         "out_row_stride",
     ],
-    do_not_specialize_on_alignment=["scales_ptr", "block_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
+    do_not_specialize_on_alignment=[
+        "scales_ptr",
+        "block_table_ptr",
+        "blocks_ptr",
+        "held_ptr",
+        "cu_seqlens_ptr",
+        "seq_lens_ptr",
+        "steps_ptr",
+        "out_ptr",
+    ],
 )
 def prefill_kernel(
     q_ptr,  # [T, H, D]
     pages_ptr,  # [pages, B, row], bytes unless of 16-bit floats
     scales_ptr,  # [pages, B] f32, a factor for each key
-    block_table_ptr,  # [R, max_blocks] i32
+    block_table_ptr,  # [R, max_blocks] i32; with LISTED the pages that are listed of each request
+    blocks_ptr,  # [R, max_blocks] i32: their blocks, with the same stride; LISTED only
+    held_ptr,  # [R] i32: tokens that the listed blocks hold; LISTED only
     cu_seqlens_ptr,  # [R + 1] i32 or i64, any stride
     bound_stride,
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
-    out_ptr,  # [H, T, K] i32
+    steps_ptr,  # i32: steps that were exchanged; COUNT only
+    out_ptr,  # [H, T, K] i32 ids, or i64 keys
     keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64 scratch
     requests,
     rows,
@@ -124,8 +176,11 @@ def prefill_kernel(
     heads,
     heads_per_tile,
     topk,
+    rank,
+    world,
     init_blocks,
     local_blocks,
+    count,  # 1 counts the step
     num_pages,
     q_row_stride,  # these three in units of 16 bytes, so that the compiler knows that 16-byte loads are aligned
     q_head_stride,
@@ -145,6 +200,9 @@ def prefill_kernel(
     FORMAT: tl.constexpr,  # see kernels.formats
     SCALED: tl.constexpr,  # keys have factors
     NATIVE: tl.constexpr,  # the GPU converts e4m3
+    KEYS: tl.constexpr,  # write keys, not ids
+    LISTED: tl.constexpr,  # the pages of a shard by page
+    COUNT: tl.constexpr,  # there are steps to count
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -158,6 +216,9 @@ def prefill_kernel(
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     head_tile = tl.program_id(2)
+    if COUNT:  # noqa: SIM102 (one is for the compiler, one for the program)
+        if tl.program_id(0) + split + head_tile == 0:
+            tl.store(steps_ptr, tl.load(steps_ptr) + count)
     q_row_stride *= per_unit(q_ptr)
     q_head_stride *= per_unit(q_ptr)
     page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
@@ -175,9 +236,8 @@ def prefill_kernel(
         row = first_row + column // heads_per_tile
         wanted = in_tile & (row < rows)
         if split == 0:
-            place = out_ptr + head[:, None].to(tl.int64) * out_head_stride + row[:, None].to(tl.int64) * out_row_stride
-            nothing = tl.full((COLUMNS, KEEP), -1, tl.int32)
-            tl.store(place + lane[None, :], nothing, mask=wanted[:, None] & (lane < topk)[None, :])
+            nothing = tl.full((COLUMNS, KEEP), 0 if KEYS else -1, out_ptr.dtype.element_ty)
+            write_keys(nothing, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
         return
 
     start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
@@ -187,13 +247,16 @@ def prefill_kernel(
     wanted = in_tile & (chunk_row < chunk) & (row < rows)
     lengths = tl.maximum(context + chunk_row + 1, 0)
     visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
-    blocks = tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK)
-    parts = tile_splits(blocks, splits, MIN_BLOCKS)
+    blocks_row = blocks_ptr + request.to(tl.int64) * block_table_stride
+    pages, whole = tile_pages(
+        context, first_row, rows_per_tile, chunk, request, blocks_row, held_ptr, rank, world, BLOCK, LISTED
+    )
+    parts = tile_splits(pages, splits, MIN_BLOCKS)
     if split >= parts:
         return
-    first = (split.to(tl.int64) * blocks // parts).to(tl.int32)
-    last = ((split + 1).to(tl.int64) * blocks // parts).to(tl.int32)
-    whole = tl.minimum(tl.maximum(tl.maximum(context + first_row + 1, 0) // BLOCK, first), last)  # seen by all rows whole
+    first = (split.to(tl.int64) * pages // parts).to(tl.int32)
+    last = ((split + 1).to(tl.int64) * pages // parts).to(tl.int32)
+    whole = tl.minimum(tl.maximum(whole, first), last)
     places = q_ptr + row[:, None].to(tl.int64) * q_row_stride + head[:, None].to(tl.int64) * q_head_stride + dims[None, :]
     coded: tl.constexpr = q_ptr.dtype.element_ty == tl.uint8
     queries = load_queries(places, wanted[:, None], TYPE, coded, False)  # [COLUMNS, dims]
@@ -203,22 +266,33 @@ def prefill_kernel(
     table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
     best = no_keys(COLUMNS, KEEP)
     # One page id ahead, so that its load is never waited for.
-    next_page = tl.load(table_row + first, mask=first < last, other=0)
-    for block in tl.range(first, whole, num_stages=STAGES):
+    table_row += rank
+    next_page = tl.load(table_row + first * world, mask=first < last, other=0)
+    for index in tl.range(first, whole, num_stages=STAGES):
+        if LISTED:
+            block = tl.load(blocks_row + index)  # not needed before the page is scored
+        else:
+            block = index * world + rank
         page = next_page
-        next_page = tl.load(table_row + tl.minimum(block + 1, last - 1))
+        next_page = tl.load(table_row + tl.minimum(index + 1, last - 1) * world)
         best = keep_page(
             best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
             init_blocks, local_blocks, BLOCK, DIM, HIGHER, FORMAT, SCALED, NATIVE, False,
         )  # fmt: skip
-    for block in tl.range(whole, last, num_stages=1):
-        page = tl.load(table_row + block)
+    for index in tl.range(whole, last, num_stages=1):
+        if LISTED:
+            block = tl.load(blocks_row + index)
+        else:
+            block = index * world + rank
+        page = tl.load(table_row + index * world)
         best = keep_page(
             best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
             init_blocks, local_blocks, BLOCK, DIM, HIGHER, FORMAT, SCALED, NATIVE, True,
         )  # fmt: skip
     best = tl.maximum(best, 0)
-    if parts == 1:
+    if parts == 1 and KEYS:
+        write_keys(top_keys(best, KEEP), head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+    elif parts == 1:
         write_ids(
             top_keys(best, KEEP), head, row, row, lengths, wanted,
             out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
@@ -247,18 +321,23 @@ def split_keys(keys_ptr, column, first, count, COLUMNS: tl.constexpr, KEEP: tl.c
         "heads",
         "heads_per_tile",
         "topk",
+        "rank",
+        "world",
+        "blocks_stride",
         "splits",
         "out_head_stride",
         "out_row_stride",
     ],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
+    do_not_specialize_on_alignment=["blocks_ptr", "held_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "out_ptr"],
 )
 def merge_splits_kernel(
+    blocks_ptr,  # these two and the stride as prefill_kernel has them
+    held_ptr,
     cu_seqlens_ptr,  # [R + 1] i32 or i64, any stride
     bound_stride,
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
-    out_ptr,  # [H, T, K] i32
+    out_ptr,  # [H, T, K] i32 ids, or i64 keys
     keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64, of prefill_kernel
     requests,
     rows,
@@ -266,6 +345,9 @@ def merge_splits_kernel(
     heads,
     heads_per_tile,
     topk,
+    rank,
+    world,
+    blocks_stride,
     splits,
     out_head_stride,
     out_row_stride,
@@ -277,9 +359,11 @@ def merge_splits_kernel(
     HIGHER: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Ids of the tiles whose context was split. Grid `(tiles, COLUMNS / FEW, head tiles)`."""
+    """Ids, or keys, of the tiles whose context was split. Grid `(tiles, COLUMNS / FEW, head tiles)`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -291,7 +375,9 @@ def merge_splits_kernel(
         return
     start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
     first_row = (tile - before) * rows_per_tile
-    parts = tile_splits(tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK), splits, MIN_BLOCKS)
+    blocks_row = blocks_ptr + request.to(tl.int64) * blocks_stride
+    pages, _ = tile_pages(context, first_row, rows_per_tile, chunk, request, blocks_row, held_ptr, rank, world, BLOCK, LISTED)
+    parts = tile_splits(pages, splits, MIN_BLOCKS)
     if parts == 1:
         return
     column = tl.program_id(1) * FEW + tl.arange(0, FEW)
@@ -308,8 +394,11 @@ def merge_splits_kernel(
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
     wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
-    write_ids(
-        best, head, row, row, row, wanted,
-        out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
-        BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
-    )  # fmt: skip
+    if KEYS:
+        write_keys(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+    else:
+        write_ids(
+            best, head, row, row, row, wanted,
+            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+        )  # fmt: skip

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import lightning_indexer as li
 from lightning_indexer import calibration
 from lightning_indexer.cache import IndexCache
-from lightning_indexer.indexer import MAX_QUERY_LEN
 from lightning_indexer.ops import backend_of
 from lightning_indexer.ranks import Ranks
 from lightning_indexer.traffic import exchange_bytes
@@ -31,6 +30,7 @@ class Limits:
     tokens: int  # of a request
     query_len: int  # rows per request: 1 + draft tokens
     micro_batches: int  # steps in flight at once
+    prefill_rows: int | None = None  # that the ranks share at once
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class EngineIndexer:
                 timeout=options.timeout,
                 threshold=options.threshold,
                 micro_batches=limits.micro_batches,
+                max_prefill_rows=limits.prefill_rows,
             )
             # Taken now, so that the engine's measurement of free memory counts it.
             self._workspaces: list[Workspace | None] = [None] * limits.micro_batches
@@ -102,11 +103,9 @@ class EngineIndexer:
 
     def _warm_up(self) -> None:
         kind, owned = self.kind, len(self.indexer.owned_heads)
-        query_lens = {*range(1, kind.limits.query_len + 1)}
-        if self.by_page:
-            query_lens.add(min(MAX_QUERY_LEN, kind.limits.rows))  # of a prefill's pieces
+        query_lens = range(1, kind.limits.query_len + 1)
         page_size = PAGE_SIZE if kind.tables and owned == 1 else None
-        self.indexer.warmup(kind.format, query_lens=sorted(query_lens), order=kind.order, page_size=page_size)
+        self.indexer.warmup(kind.format, query_lens=query_lens, order=kind.order, page_size=page_size, prefill=self.by_page)
         if self.by_page:
             return
         cache = IndexCache.empty(1, kind.spec, kind.format, kind.device)
@@ -183,12 +182,9 @@ class EngineIndexer:
         The same metadata may serve several passes: a warm-up and then a capture, or the draft tokens of a speculative step,
         whose lengths are counted up in place. Each begins with the same layer, which makes the plan anew.
 
-        By page a plan lists the step's pages, so one memory serves batches of all sizes. A step with prefill rows, whose
-        pieces are planned in that memory, has none: each layer plans for itself.
+        By page a plan lists the step's pages, so one memory serves batches of all sizes.
         """
         decode = step.decode
-        if self.by_page and step.num_prefills > 0:
-            return None
         made = self._made.get(micro_batch)
         if made is not None and made.step is decode and made.layer != layer:
             return made.plan

@@ -23,7 +23,7 @@ from lightning_indexer.vllm.sharded import OwnPages, ShardedIndexCache, write_ow
 
 logger = logging.getLogger("vllm.lightning_indexer")  # below vLLM's, for its handlers
 
-PREFILL_ROWS = 512  # of a chunk at once over a sharded cache: lists of 32 MiB at 1 M tokens, 16 steps for 8,192 tokens
+PREFILL_ROWS = 8192  # at once over a sharded cache
 
 
 def choose(*, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type:
@@ -208,13 +208,12 @@ def _limits(config: Any, options: Options) -> Limits:
     query_len = max_decode_query_len(config)
     captured = config.compilation_config.max_cudagraph_capture_size or 0  # in tokens
     rows = max(config.scheduler_config.max_num_seqs * query_len, captured)
-    if options.shard_by == "page":  # prefill goes through decode steps, each with its exchange
-        rows = max(rows, min(PREFILL_ROWS, config.scheduler_config.max_num_batched_tokens))
     return Limits(
         rows=rows,
         tokens=config.model_config.max_model_len,
         query_len=query_len,
         micro_batches=get_num_ubatches(config.parallel_config),
+        prefill_rows=min(PREFILL_ROWS, config.scheduler_config.max_num_batched_tokens) if options.shard_by == "page" else None,
     )
 
 
