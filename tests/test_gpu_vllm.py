@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of an engine on a GPU: a whole decode step in one graph, replayed with other lengths, tables and queries."""
 
+import importlib.util
 import math
 import tempfile
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support import OUT_OF_CACHE, lengths
+from support import OUT_OF_CACHE, lengths, owned_heads
+from torch.multiprocessing.spawn import start_processes
 
 import lightning_indexer as li
+from lightning_indexer import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -84,3 +87,79 @@ def test_a_captured_step_is_the_eager_one_whatever_comes(group, query_len, order
             want = li.decode(q, cache, table, seq_lens, spec=SPEC, query_len=query_len, order=order)
             assert torch.equal(buffer[: len(q)].transpose(0, 1), want), tokens
             assert (buffer[len(q) :] == -77).all()
+
+
+# By draft tokens of the engine: tokens of each request, how many of them are this step's, and whether a graph serves them.
+BATCHES = {
+    0: (
+        ([65_536, 300, 129, 40_000, 1, 5_000, 128, 2_177], [1] * 8, True),
+        ([300, 40_000, 2_049], [1] * 3, True),
+        ([65_535, 40_001, 2_048, 7, 3, 900], [1] * 6, True),
+        ([20_000, 700, 3_000, 5], [1, 1, 3, 5], False),
+        ([2_500], [1], True),
+        ([9_000, 40], [70, 40], False),
+    ),
+    2: (
+        ([65_536, 300, 129, 40_000, 3, 5_000, 130, 2_178], [3] * 8, True),
+        ([300, 40_000, 2_050], [3] * 3, True),
+        ([20_000, 700, 3_000], [3, 3, 40], False),
+        ([20_000, 40_000, 2_177], [1] * 3, False),
+        ([2_500, 65_535], [3] * 2, True),
+    ),
+}
+
+
+def whole_numbers(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Small ones, whose products add up to the same in any order."""
+    return torch.randint(-8, 9, shape, generator=generator).bfloat16()
+
+
+def selected(q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, tokens: list[int], counts: list[int]) -> torch.Tensor:
+    """Ids of all heads by the reference, request by request."""
+    parts = []
+    for request, (length, rows) in enumerate(zip(tokens, q.split(counts), strict=True)):
+        step = rows, pages, table[request : request + 1], lengths(length)
+        rules = {"topk": SPEC.topk, "init_blocks": 0, "local_blocks": 1}
+        parts.append(reference.decode(*step, block_size=128, query_len=len(rows), **rules))
+    return torch.cat(parts, dim=1)
+
+
+def serve(rank: int, world: int, folder: str, drafts: int) -> None:
+    """One rank of an engine; ranks share the GPU. In a process of its own: vLLM changes torch when imported."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
+    from gpu_vllm_engine import Worker, config_of
+
+    from lightning_indexer.vllm.indexer import LightningIndexerImpl
+
+    generator = torch.Generator().manual_seed(0)
+    pages = whole_numbers(generator, LAYERS, POOL, 128, 128)
+    options = {"order": "score", **({"dispatch": "sharded"} if world > 1 else {"kernels": True})}
+    worker = Worker(config_of(world, drafts, options, requests=8, tokens=128, longest=LONGEST), rank, pages.to(DEVICE))
+    assert {type(layer.impl) for layer in worker.layers} == {LightningIndexerImpl}
+    worker.capture()
+    own = owned_heads(rank, world, SPEC.num_heads)
+    steps = []
+    for tokens, counts, replayed in BATCHES[drafts]:
+        table = torch.randint(POOL, (len(tokens), LONGEST // 128), generator=generator).to(torch.int32)
+        for request, length in enumerate(tokens):
+            table[request, math.ceil(length / 128) :] = OUT_OF_CACHE
+        q = whole_numbers(generator, sum(counts), 4, 128)
+        found, by_graph = worker.step(tokens, counts, table, q[:, own].to(DEVICE))
+        assert by_graph == replayed, tokens
+        steps.append((found.cpu(), q, table, tokens, counts))
+    dist.barrier()  # nobody takes its memory away while another may still read it
+    for found, q, table, tokens, counts in steps:
+        for layer, ids in enumerate(found):
+            want = selected(q, pages[layer], table, tokens, counts)[own]
+            assert torch.equal(ids[:, : len(q)], want), f"layer {layer}, {tokens}"
+            assert (ids[:, len(q) :] == -1).all(), f"layer {layer}, {tokens}: padded rows"
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("drafts", BATCHES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_and_full_graphs_of_vllm_itself(world, drafts):
+    """Its layers, metadata builder and graphs of all batch sizes: decode, padded, draft rows, and prefill beside them."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(serve, (world, folder, drafts), nprocs=world, start_method="spawn")
