@@ -147,7 +147,7 @@ class Call:
             transport = peer.PeerTransport(spec, ranks, rows, q.device, timedelta(seconds=1), None)
             own = slice(transport.owned.start, transport.owned.stop)
             shard = Shard(ranks.rank, ranks.world, self.by)
-            transport.prefill(q[:, own], cache, block_table, chunks, shard, self.order, ids[own], False)
+            transport.prefill(q[:, own], cache, block_table, chunks, shard, None, self.order, ids[own], False)
 
     def cache(self) -> li.IndexCache:
         """Of one page."""
@@ -217,7 +217,6 @@ BY_PAGE = [
     Call("keys", by="page", format="fp8", dtype=E4M3),
     Call("keys", by="page", format="nvfp4"),
     Call("prefill of ranks", by="page"),
-    Call("prefill of ranks", by="page", format="nvfp4"),
 ]
 # What MiniMax-M3 launches.
 FULL = [
@@ -237,7 +236,6 @@ BRIEF = [
     *PREFILLS[:2],
     PEERS[1],
     BY_PAGE[2],
-    Call("prefill of ranks", order="block"),
 ]
 GEOMETRIES = [
     (IndexerSpec(topk=64), torch.bfloat16),
@@ -286,6 +284,7 @@ CALLS = {
         *PACKED_PORTABLY,
         *(Call(kind, dtype=FNUZ) for kind in ("decode", "prefill", "peer", "norm")),
         Call("write", format="fp8_fnuz", rows=1),
+        Call("prefill of ranks", order="block"),
     ],
     "gfx950": [*BRIEF, *PACKED_PORTABLY, *WRITES[::3], *(Call(kind, dtype=E4M3) for kind in ("decode", "prefill"))],
 }

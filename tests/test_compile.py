@@ -24,7 +24,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     command = [sys.executable, str(SCRIPT), "--json", str(folder / "rows.json")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert (folder / "rows.json").exists(), run.stdout[-2000:] + run.stderr[-4000:]
     print(run.stdout)  # the table, with pytest -s
     return json.loads((folder / "rows.json").read_text())

@@ -150,7 +150,10 @@ def test_selections(world, setup, backend):
 
 
 def select_by_page(transport: str, rank: int) -> list[str]:
-    """As `select`, each rank with its own pages only; steps of few and of many rows in turn, whose queries travel apart."""
+    """As `select`, each rank with its own pages only; steps of few and of many rows in turn, whose queries travel apart.
+
+    Then the rows of a step as chunks of a prefill.
+    """
     device, world = torch.device("cuda", rank), dist.get_world_size()
     wrong, own = [], owned_heads(rank, world, HEADS)
     own = slice(own[0], own[-1] + 1)
@@ -159,7 +162,7 @@ def select_by_page(transport: str, rank: int) -> list[str]:
         for format in ("bf16", "nvfp4"):
             cache = keys_in(format, device)
             held, dtype = cache.held_by(indexer.shard), cache.format.query_dtypes[0]
-            indexer.warmup(format, query_lens=(1, 4))
+            indexer.warmup(format, query_lens=(1, 4), prefill=True)
             batches = [Batch(LONG, 1, dtype, device), Batch(LONG * 4, 4, dtype, device), Batch(SHORT, 4, dtype, device)]
             want = [batch.dense(cache)[own] for batch in batches]
             for _ in range(3):
@@ -167,6 +170,11 @@ def select_by_page(transport: str, rank: int) -> list[str]:
                     ids = indexer.decode(batch.q[:, own], held, batch.table, batch.seq_lens, query_len=batch.query_len)
                     if not torch.equal(ids, want[number]):
                         wrong.append(f"{format}, batch {number}")
+                many = batches[1]
+                bounds = torch.arange(len(many.seq_lens) + 1, device=device) * many.query_len
+                ids = indexer.prefill(many.q[:, own], held, many.table, bounds, many.seq_lens)
+                if not torch.equal(ids, want[1]):
+                    wrong.append(f"{format}, prefill")
     return wrong
 
 

@@ -277,7 +277,7 @@ def test_a_missing_rank_is_named(every_head, sole):
     results = on_ranks(4, work, gpus=None if sole else [0] * 4)
     assert results[1] == "nothing"
     for rank in (0, 2, 3):
-        assert f"rank {rank} of 4 waited in vain for rank 1 inside a decode step" in results[rank]
+        assert f"rank {rank} of 4 waited in vain for rank 1 inside a step" in results[rank]
 
 
 def plan_of(indexer: li.ContextParallelIndexer, inputs: Inputs) -> li.StepPlan:

@@ -20,7 +20,7 @@ from test_peer import SharedRanks, on_ranks
 
 import lightning_indexer as li
 from lightning_indexer import ops, triton_backend
-from lightning_indexer.kernels import owned
+from lightning_indexer.kernels import box, owned
 from lightning_indexer.rows import Chunks
 from lightning_indexer.spec import Shard
 
@@ -211,9 +211,9 @@ def test_lengths_past_the_bound_count_as_the_bound():
 # Ranks.
 
 
-def indexer_of(ranks: SharedRanks, **changes: Any) -> li.ContextParallelIndexer:
+def indexer_of(ranks: SharedRanks, spec: li.IndexerSpec = SPEC, **changes: Any) -> li.ContextParallelIndexer:
     arguments = {"max_rows": 20, "max_seq_len": 64 * 24, "device": "cpu", "transport": "peer", "shard_by": "page", **changes}
-    return li.ContextParallelIndexer(SPEC, ranks, **arguments)
+    return li.ContextParallelIndexer(spec, ranks, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -297,27 +297,48 @@ def test_parts_of_chunks():
     assert clipped.seq_lens.tolist() == [200, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("world", "by", "transport"), [(1, "page", "peer"), (2, "page", "peer"), (2, "block", "collective")])
-def test_prefill_over_ranks(world, by, transport):
-    """Chunks longer than `max_rows`, behind prefixes and without; empty ones, and rows outside; of own heads and of all."""
+@pytest.mark.parametrize(
+    ("world", "heads", "changes", "rules"),
+    [
+        (1, 4, {}, {}),
+        (2, 4, {}, {}),
+        (2, 4, {"shard_by": "block", "transport": "collective", "dispatch": "sharded"}, {}),
+        (
+            4,
+            2,
+            {"shard_by": "block"},
+            {"topk": 5, "tie_break": "higher", "init_blocks": 1},
+        ),
+    ],
+)
+def test_prefill_over_ranks(world, heads, changes, rules):
+    """Chunks longer than `max_prefill_rows`, with prefixes and without; empty ones, rows outside; decode between."""
+    spec = dataclasses.replace(SPEC, num_heads=heads, **rules)
     tokens = [a + b for a, b in zip(CHUNKS, PREFIXES, strict=True)]
-    inputs = random_inputs(SPEC, tokens, heads=4, rows=sum(CHUNKS) + 2)
+    inputs = random_inputs(spec, tokens, heads=heads, rows=sum(CHUNKS) + 2)
     bounds = torch.tensor([0, *CHUNKS]).cumsum(0).to(torch.int32)
 
     def work(ranks: SharedRanks) -> list[torch.Tensor]:
-        indexer = indexer_of(ranks, shard_by=by, transport=transport, max_rows=5, max_prefill_rows=34)
-        cache = li.IndexCache.wrap(inputs.pages, SPEC)
-        cache = held(cache, indexer.shard) if by == "page" else cache
+        indexer = indexer_of(ranks, spec=spec, max_rows=5, max_prefill_rows=34, **changes)
+        cache = li.IndexCache.wrap(inputs.pages, spec)
+        cache = held(cache, indexer.shard) if indexer.shard.by == "page" else cache
         rest = (cache, inputs.block_table, bounds, inputs.seq_lens)
-        own = owned_heads(ranks.rank, world, 4)
+        own = owned_heads(ranks.rank, world, heads)
         empty = indexer.prefill(inputs.q[:3], cache, inputs.block_table[:0], bounds[:1], inputs.seq_lens[:0])
         assert (empty == -1).all()
-        return [indexer.prefill(inputs.q[:, own], *rest), indexer.prefill(inputs.q, *rest, order="block")]
+        found = [indexer.prefill(inputs.q[:, own], *rest)]
+        found.append(indexer.decode(inputs.q[:4, own], cache, inputs.block_table, inputs.seq_lens))
+        found.append(indexer.prefill(inputs.q, *rest, order="block"))
+        if indexer.transport == "peer":
+            assert (indexer._batches[0].peer.box == box.EMPTY.value).all()
+        return found
 
     results = on_ranks(world, work)
     with interpreter.fake_device(5):
-        for place, order in enumerate(("score", "block")):
-            step = (inputs.q, inputs.pages, inputs.block_table, bounds, inputs.seq_lens)
-            want = li.prefill(*step, spec=SPEC, order=order)
-            for rank, found in enumerate(results):
-                assert torch.equal(found[place], want[owned_heads(rank, world, 4)]), rank
+        step = (inputs.q, inputs.pages, inputs.block_table)
+        chunks = (*step, bounds, inputs.seq_lens)
+        want = [li.prefill(*chunks, spec=spec), None, li.prefill(*chunks, spec=spec, order="block")]
+        want[1] = li.decode(inputs.q[:4], *step[1:], inputs.seq_lens, spec=spec)
+        for rank, found in enumerate(results):
+            for got, ids in zip(found, want, strict=True):
+                assert torch.equal(got, ids[owned_heads(rank, world, heads)]), rank

@@ -239,7 +239,7 @@ def test_layers_of_ranks_that_exchange_inside_the_kernels(dispatch):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_layers_of_ranks_that_hold_the_cache_once(micro_batches):
-    """Decode steps, whose layers share a plan; between them one with prefill rows, whose pieces need the plan's memory."""
+    """Decode steps, whose layers share a plan; between them one with prefill rows, beside which the plan lasts."""
     if torch.cuda.is_available():
         pytest.skip("processes of one GPU: test_gpu_peer.py")
     from test_peer import SharedRanks, on_ranks

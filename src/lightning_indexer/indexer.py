@@ -42,7 +42,7 @@ from lightning_indexer.ranks import ProcessRanks, Ranks, UnmappedError, gpu_name
 from lightning_indexer.rows import Chunks, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard, check_spec
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import SHARE_FIELDS, StepPlan, Workspace, unscored_blocks
+from lightning_indexer.workspace import SHARE_FIELDS, PrefillScratch, StepPlan, Workspace, unscored_blocks
 
 Checked = TypeVar("Checked")
 
@@ -67,19 +67,23 @@ class _MicroBatch:
     The plan lists up to `listed` pages of each request, which are 0 by block.
     """
 
-    def __init__(self, spec: IndexerSpec, max_rows: int, listed: int, device: torch.device) -> None:
+    def __init__(self, spec: IndexerSpec, max_rows: int, listed: int, prefills: bool, device: torch.device) -> None:
         self.collective: CollectiveTransport | None = None
         self.peer: Any = None  # PeerTransport; its module needs Triton
         self.workspace: Workspace | None = None
+        self.scratch: PrefillScratch | None = None
         self.lengths: torch.Tensor | None = None
         if backend_of(device).on_gpu:
             columns = MAX_QUERY_LEN * spec.num_heads
-            self.workspace = Workspace(spec, max_requests=max_rows, max_columns=columns, device=device)
+            size = {"max_requests": max_rows, "max_columns": columns}
+            self.workspace = Workspace(spec, **size, device=device, prefill=prefills)
             self.shares = torch.empty(self.workspace.programs, SHARE_FIELDS, dtype=torch.int32, device=device)
             self.before = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
             self.lengths = torch.empty(max_rows, dtype=torch.int32, device=device)
             self.owned = torch.empty(2 * max_rows * listed, dtype=torch.int32, device=device)
             self.held = torch.empty(max_rows, dtype=torch.int32, device=device)
+            if prefills:  # apart from the plan, which the layers of a mixed step still need
+                self.scratch = PrefillScratch(self.workspace, torch.empty_like(self.owned), torch.empty_like(self.held))
 
 
 class ContextParallelIndexer:
@@ -111,7 +115,8 @@ class ContextParallelIndexer:
         threshold: pages for "auto"; None has `warmup` measure them, and shares every step until then. See `thresholds`.
         micro_batches: steps that may be in flight at once, each on a stream of its own.
         max_prefill_rows: rows of chunks that `prefill` shares among the ranks at once; None, or less, is `max_rows`. Each
-            takes `16 * P * h * (K + D / 4) + 2 * H * (4 * K + D)` bytes of a GPU with "peer", `h` the heads of a rank.
+            takes `16 * P * h * (K + D / 4) + 2 * H * (4 * K + D)` bytes of a GPU and micro-batch with "peer", `h` the heads
+            of a rank. If given, 48 MiB more and by page a second set of lists are taken here, not in each prefill.
 
     Raises:
         ValueError: on every rank: a rank's arguments are wrong, or the ranks are configured differently (names the
@@ -185,11 +190,14 @@ class ContextParallelIndexer:
         self.owned_heads = spec.owned_heads(self.rank, self.world)
         self.shard = Shard(self.rank, self.world, shard_by)
         listed = visible_blocks(max_seq_len, spec.block_size) if shard_by == "page" else 0
-        self._batches = [_MicroBatch(spec, max_rows, listed, self.device) for _ in range(micro_batches)]
+        prefills = max_prefill_rows is not None
+        self._batches = [_MicroBatch(spec, max_rows, listed, prefills, self.device) for _ in range(micro_batches)]
         alone = dispatch == "replicated" or self.world == 1
         self.transport = None if alone else self._connect(transport)
         chosen = dispatch if self.transport == "peer" and shard_by == "block" else "sharded"
         self.dispatch = "replicated" if alone else chosen
+        worth = dispatch == "sharded" or spec.replicas(self.world) > 1
+        self._shares_prefill = not alone and (shard_by == "page" or worth)
         self._calibrates = threshold is None and self.dispatch == "auto"
         given = calibration.ALWAYS if threshold is None else threshold
         # Pages of all requests together up to which "auto" does not share a step, by the most rows that this holds for.
@@ -291,8 +299,8 @@ class ContextParallelIndexer:
                 for kind in (torch.int32, torch.int64):
                     bounds = torch.tensor([0, 1], dtype=kind, device=device)
                     # The bound decides whether the context is split, which takes a kernel more. No more than a page is read.
-                    chunks = Chunks(bounds, one, self.max_seq_len).part(0, 1)
-                    self._prefill(q, cache, pages, chunks, order, ids, 0, dry)
+                    step = q, cache, pages, Chunks(bounds, one, self.max_seq_len)
+                    self._prefill(*step, order, ids, 0, dry)
 
         measures = self._calibrates and device.type == "cuda"
         for dry in (True, False) if self.transport == "peer" else (False,):
@@ -303,7 +311,7 @@ class ContextParallelIndexer:
                     for heads in sorted({owned, spec.num_heads}):
                         run(query_len, order, table, heads, 1, dry)
                 run(query_len, order, None, owned, 0, dry)
-            if prefill and self.transport is not None:
+            if prefill:
                 for heads in sorted({owned, spec.num_heads}):
                     run_prefill(heads, dry)
             if measures:
@@ -522,8 +530,8 @@ class ContextParallelIndexer:
         thousands fill a GPU. `warmup` has an argument for it. Nothing waits for the GPU.
 
         Where each rank holds the whole cache, scoring the own heads takes as many operations as that of all heads over 1/P
-        of the blocks, and no exchange. So "auto" shares chunks only if several ranks own the same heads (P > H), and
-        "replicated" never.
+        of the blocks, and no exchange. So "auto" shares chunks only if several ranks own the same heads (P > H), short
+        ones too, and "replicated" never.
 
         Args:
             q: `[T, h, D]` or `[T, H, D]`, `T >= cu_seqlens_q[R]`; any T.
@@ -563,17 +571,10 @@ class ContextParallelIndexer:
             facts = self._outline(q, _Step(checked[0], seq_lens, *checked[1:]), 0)
             return {**facts, "checksum of cu_seqlens_q": _checksum(cu_seqlens_q)}
 
-        checked, longest, ids = self._agree("prefill", check, outline) if self.device.type == "cpu" else check()
-        if self.transport is None or (self.dispatch == "auto" and spec.replicas(self.world) == 1):
-            mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
-            backend.prefill(mine, checked, block_table, cu_seqlens_q, seq_lens, spec, longest, order, ids, None)
-        else:
-            self.raise_if_failed()
-            chunks = Chunks(cu_seqlens_q, seq_lens, longest)
-            for first in range(0, len(q), self.max_prefill_rows):
-                rows = slice(first, min(first + self.max_prefill_rows, len(q)))
-                part = chunks.part(first, rows.stop - first)
-                self._prefill(q[rows], checked, block_table, part, order, ids[:, rows], micro_batch, False)
+        self.raise_if_failed()
+        talks = self._shares_prefill and self.device.type == "cpu" and self.transport == "collective"
+        checked, longest, ids = self._agree("prefill", check, outline) if talks else check()
+        self._prefill(q, checked, block_table, Chunks(cu_seqlens_q, seq_lens, longest), order, ids, micro_batch, False)
         return ids
 
     def _prefill(
@@ -587,15 +588,41 @@ class ContextParallelIndexer:
         micro_batch: int,
         dry: bool,
     ) -> None:
-        """Shared rows, at most `max_prefill_rows` of them; dry as in `_decode`."""
+        """`prefill` of checked arguments; dry as in `_decode`."""
+        if not self._shares_prefill:
+            owned = self.owned_heads
+            mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
+            step = cache, block_table, chunks.bounds, chunks.seq_lens, self.spec, chunks.longest, order, ids
+            scratch = self._batches[micro_batch].scratch
+            backend_of(self.device).prefill(mine, *step, None if scratch is None else scratch.workspace)
+            return
+        whole = len(q) <= self.max_prefill_rows and chunks.bounds.dtype == torch.int32
+        for first in range(0, len(q), self.max_prefill_rows):
+            rows = slice(first, min(first + self.max_prefill_rows, len(q)))
+            part = chunks if whole else chunks.part(first, rows.stop - first)
+            self._prefill_part(q[rows], cache, block_table, part, order, ids[:, rows], micro_batch, dry)
+
+    def _prefill_part(
+        self,
+        q: torch.Tensor,
+        cache: IndexCache,
+        block_table: torch.Tensor,
+        chunks: Chunks,
+        order: str,
+        ids: torch.Tensor,
+        micro_batch: int,
+        dry: bool,
+    ) -> None:
+        """Shared rows, at most `max_prefill_rows` of them."""
         batch, spec, backend = self._batches[micro_batch], self.spec, backend_of(self.device)
+        step = cache, block_table, chunks
         if batch.peer is not None:
-            batch.peer.prefill(q, cache, block_table, chunks, self.shard, order, ids, dry)
+            batch.peer.prefill(q, *step, self.shard, batch.scratch, order, ids, dry)
             return
         assert batch.collective is not None
         heads = q if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q)
         keys = batch.collective.candidates(len(q))
-        backend.prefill_keys(heads, cache, block_table, chunks, spec, self.shard, keys)
+        backend.prefill_keys(heads, *step, spec, self.shard, keys, batch.scratch)
         # Each row as a request of one token: where all keys are empty nothing is selected, whatever its length.
         seen = torch.ones(len(q), dtype=torch.int32, device=self.device)
         backend.merge_keys(batch.collective.exchange_keys(keys), seen, spec, 1, order, None, ids)

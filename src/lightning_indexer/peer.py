@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `peer` transport: ranks of one host exchange inside the selecting kernel. See `kernels.exchange` for the protocol."""
+"""The `peer` transport: ranks of one host exchange from within kernels. See `kernels.exchange` for the protocol."""
 
 from datetime import timedelta
 from typing import Any
@@ -15,8 +15,16 @@ from lightning_indexer.ranks import Ranks, gpu_name
 from lightning_indexer.rows import Chunks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
-from lightning_indexer.triton_backend import MATRIX_COLUMNS, Decode, Inbox, Owner, on_its_device
-from lightning_indexer.workspace import DecodeTiling, StepPlan, Workspace, keys_kept, power_of_two, unscored_blocks
+from lightning_indexer.triton_backend import MATRIX_COLUMNS, Counter, Decode, Inbox, Owner, on_its_device
+from lightning_indexer.workspace import (
+    DecodeTiling,
+    PrefillScratch,
+    StepPlan,
+    Workspace,
+    keys_kept,
+    power_of_two,
+    unscored_blocks,
+)
 
 WORD_BYTES = 8
 MOST_QUERY_BYTES = 2  # of an element
@@ -72,7 +80,8 @@ class PeerTransport:
         self.boxes = ranks.share(self.box, setup_timeout)
         self.addresses = torch.tensor([box.data_ptr() for box in self.boxes], dtype=torch.int64, device=device)
         self.queries = torch.zeros(max_rows * spec.num_heads * spec.head_dim, dtype=torch.int16, device=device)
-        self.keys = torch.empty(spec.num_heads * max_rows * spec.topk, dtype=torch.int64, device=device)
+        # Of a prefill. Never EMPTY, so that no rank waits for a row that is in no tile, whatever its bounds were.
+        self.keys = torch.zeros(spec.num_heads * max_rows * spec.topk, dtype=torch.int64, device=device)
         self.steps = torch.zeros(3, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -88,7 +97,7 @@ class PeerTransport:
         missed = int(self.report[0])
         if missed:
             raise RuntimeError(
-                f"rank {self.ranks.rank} of {self.ranks.world} waited in vain for rank {missed - 1} inside a decode step; "
+                f"rank {self.ranks.rank} of {self.ranks.world} waited in vain for rank {missed - 1} inside a step; "
                 "selections since then are void, and the indexer must be made anew"
             )
 
@@ -107,8 +116,8 @@ class PeerTransport:
 
         Args:
             q: as in `decode`.
-            step: cache, block_table, chunks and shard as `triton_backend.prefill_keys` takes them, order, out, and whether to
-                load the kernels only.
+            step: cache, block_table, chunks, shard and scratch as `triton_backend.prefill_keys` takes them, order, out, and
+                whether to load the kernels only.
         """
         _prefill(q, self, *step)
 
@@ -148,6 +157,7 @@ def _prefill(
     block_table: torch.Tensor,
     chunks: Chunks,
     shard: Shard,
+    scratch: PrefillScratch | None,
     order: str,
     out: torch.Tensor,
     dry: bool,
@@ -156,7 +166,8 @@ def _prefill(
     if q.shape[1] != spec.num_heads:
         q = _gather_queries(q, transport, rows, None, dry)
     keys = transport.keys[: spec.num_heads * rows * spec.topk].view(spec.num_heads, rows, spec.topk)
-    triton_backend.prefill_keys(q, cache, block_table, chunks, spec, shard, keys, transport.steps, 0 if dry else 1)
+    counter = Counter(transport.steps, not dry)
+    triton_backend.prefill_keys(q, cache, block_table, chunks, spec, shard, keys, scratch, counter)
     _exchange_rows(keys, transport, order, out, dry)
 
 
@@ -194,6 +205,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: 
 
     In a step that its plan does not share only the own heads are filled.
     """
+    shares = None if plan is None else plan.shares
     rows, owned, dim = q.shape
     heads = transport.spec.num_heads
     per_word = WORD_BYTES // q.element_size()
@@ -205,7 +217,7 @@ def _gather_queries(q: torch.Tensor, transport: PeerTransport, live: int, plan: 
         _words(q),
         _words(gathered),
         transport.addresses,
-        transport.steps if plan is None or plan.shares is None else plan.shares[:, -1],
+        transport.steps if shares is None else shares[:, -1],
         transport.steps,
         transport.failed,
         transport.report,
@@ -315,7 +327,6 @@ def _exchange_rows(keys: torch.Tensor, transport: PeerTransport, order: str, out
         transport.addresses,
         transport.steps,
         sent,
-        heads,
         owned,
         *counts,
         PDL=policy.pdl,

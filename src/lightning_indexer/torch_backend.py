@@ -18,7 +18,7 @@ from lightning_indexer.norm_rope import NormRope
 from lightning_indexer.rows import Chunks, decode_lengths, prefill_lengths, visible_blocks
 from lightning_indexer.spec import IndexerSpec, Shard
 from lightning_indexer.table import SparseTable
-from lightning_indexer.workspace import StepPlan, Workspace
+from lightning_indexer.workspace import PrefillScratch, StepPlan, Workspace
 
 TILE_TOKENS = 8192  # of keys widened at once: 4 MiB in float32 at D = 128; 131,072 tokens took 24 ms with 32 to 64 pages
 TILE_PRODUCTS = 1 << 21  # of dot products held at once, 8 MiB
@@ -258,8 +258,9 @@ def prefill_keys(
     spec: IndexerSpec,
     shard: Shard,
     out: torch.Tensor,
+    scratch: PrefillScratch | None = None,
 ) -> None:
-    """A shard's first candidates of ragged chunks into `out` `[H, T, K]` int64; none for rows outside every chunk."""
+    """A shard's candidates of ragged chunks into `out` `[H, T, K]` int64; none for rows outside every chunk."""
     out.zero_()
     seen = chunks.seq_lens.clamp(max=chunks.longest)
     for rows in prefill_tiles(q, block_table, chunks.bounds, seen, spec.block_size):

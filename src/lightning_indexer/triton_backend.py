@@ -32,6 +32,7 @@ from lightning_indexer.table import SparseTable
 from lightning_indexer.workspace import (
     PREFILL_KEYS,
     DecodeTiling,
+    PrefillScratch,
     StepPlan,
     Workspace,
     keys_kept,
@@ -568,7 +569,39 @@ def prefill(
 ) -> None:
     """Ids of ragged chunks into `out` `[H, T, K]`; rows outside every chunk get -1."""
     chunks = Chunks(cu_seqlens_q, seq_lens, longest)
-    _prefill(q, cache, block_table, chunks, spec, order, Shard(), None, out, spec.topk, workspace, None, 0)
+    _prefill(q, cache, block_table, chunks, spec, order, Shard(), None, out, workspace, None)
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Where exchanged steps are counted, and whether this one is."""
+
+    steps: torch.Tensor  # [3] int32, as `score_kernel` has them
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a shard by page owns of each request, as in `StepPlan`."""
+
+    owned: torch.Tensor
+    held: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, block_table: torch.Tensor, chunks: Chunks, spec: IndexerSpec, shard: Shard, scratch: PrefillScratch | None
+    ) -> "Lists":
+        """Listed of a prefill's requests, in `scratch` if there is room."""
+        requests, blocks, device = len(chunks.seq_lens), visible_blocks(chunks.longest, spec.block_size), block_table.device
+        size = 2 * requests * blocks
+        if scratch is not None and scratch.owned.numel() >= size and scratch.held.numel() >= requests:
+            owned, held = scratch.owned[:size], scratch.held[:requests]
+        else:
+            owned = torch.empty(size, dtype=torch.int32, device=device)
+            held = torch.empty(requests, dtype=torch.int32, device=device)
+        owned = owned.view(2, requests, blocks)
+        list_pages(block_table, chunks.seq_lens, spec, chunks.longest, shard, 0, owned, held)
+        return cls(owned, held)
 
 
 @on_its_device
@@ -580,34 +613,15 @@ def prefill_keys(
     spec: IndexerSpec,
     shard: Shard,
     out: torch.Tensor,
-    steps: torch.Tensor | None = None,
-    count: int = 1,
+    scratch: PrefillScratch | None = None,
+    counter: Counter | None = None,
 ) -> None:
-    """A shard's first candidates of ragged chunks into `out` `[H, T, K or more]` int64; none for rows outside every chunk.
-
-    `count` is added to the first of `steps`, if there are some to count.
-    """
+    """A shard's candidates of ragged chunks into `out` `[H, T, K]` int64; none for rows outside every chunk."""
     lists = None
     if shard.by == "page" and len(chunks.seq_lens):
-        lists = Lists.of(block_table, chunks, spec, shard)
-    _prefill(q, cache, block_table, chunks, spec, "score", shard, lists, out, out.shape[2], None, steps, count)
-
-
-@dataclass(frozen=True)
-class Lists:
-    """What a shard by page owns of each request, as in `StepPlan`."""
-
-    owned: torch.Tensor
-    held: torch.Tensor
-
-    @classmethod
-    def of(cls, block_table: torch.Tensor, chunks: Chunks, spec: IndexerSpec, shard: Shard) -> "Lists":
-        """Listed of a prefill's requests."""
-        requests, blocks = len(chunks.seq_lens), visible_blocks(chunks.longest, spec.block_size)
-        owned = torch.empty(2, requests, blocks, dtype=torch.int32, device=block_table.device)
-        held = torch.empty(requests, dtype=torch.int32, device=block_table.device)
-        list_pages(block_table, chunks.seq_lens, spec, chunks.longest, shard, 0, owned, held)
-        return cls(owned, held)
+        lists = Lists.of(block_table, chunks, spec, shard, scratch)
+    workspace = None if scratch is None else scratch.workspace
+    _prefill(q, cache, block_table, chunks, spec, "score", shard, lists, out, workspace, counter)
 
 
 def _prefill(
@@ -620,10 +634,8 @@ def _prefill(
     shard: Shard,
     lists: Lists | None,
     out: torch.Tensor,
-    kept: int,
     workspace: Workspace | None,
-    steps: torch.Tensor | None,
-    count: int,
+    counter: Counter | None,
 ) -> None:
     check_operands(q, cache)
     rows, heads, dim = q.shape
@@ -651,7 +663,7 @@ def _prefill(
         keys = torch.empty(splits * split_keys if splits > 1 else 0, dtype=torch.int64, device=q.device)
     else:
         keys = workspace.keys
-    shape = (requests, rows, longest, heads, heads_per_tile, kept, shard.rank, shard.world)
+    shape = (requests, rows, longest, heads, heads_per_tile, spec.topk, shard.rank, shard.world)
     constants = {
         "BLOCK": spec.block_size,
         "COLUMNS": columns,
@@ -674,13 +686,13 @@ def _prefill(
         bounds.stride(0),
         seq_lens,
         seq_lens.stride(0),
-        seq_lens if steps is None else steps,
+        seq_lens if counter is None else counter.steps,
         out,
         keys,
         *shape,
         spec.init_blocks,
         spec.local_blocks,
-        count,
+        0 if counter is None else int(counter.counts),
         cache.num_pages,
         units(q, 0),
         units(q, 1),
@@ -691,7 +703,7 @@ def _prefill(
         DIM=dim,
         STAGES=policy.num_stages,
         NATIVE=policy.native,
-        COUNT=steps is not None,
+        COUNT=counter is not None,
         **pages.constants,
         **constants,
         **policy.options(),

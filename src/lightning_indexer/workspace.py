@@ -86,6 +86,15 @@ class Workspace:
         require(self.keys.numel() >= needed, "workspace", size, f"{self.keys.numel()} keys")
 
 
+@dataclass(frozen=True)
+class PrefillScratch:
+    """Memory of a prefill over ranks on a GPU: for the parts of a split context, and by page for lists as in `StepPlan`."""
+
+    workspace: Workspace
+    owned: torch.Tensor  # [2 * R * W] int32, or more
+    held: torch.Tensor  # [R] int32, or more
+
+
 def unscored_blocks(spec: IndexerSpec, order: str) -> int:
     """Requests that see at most so many blocks need no scores: all are selected, and ascending ids do not tell the order."""
     return spec.topk if order == "block" else 0

@@ -332,7 +332,7 @@ def test_a_missed_rank_ends_every_kind_of_step_where_its_metadata_is_made(name):
     same, vllms, told = on_one_rank(work)
     assert same
     assert vllms
-    assert told.startswith("rank 1 of 4 waited in vain for rank 2 inside a decode step")
+    assert told.startswith("rank 1 of 4 waited in vain for rank 2 inside a step")
 
 
 # What layers share, and what is told of it.

@@ -17,12 +17,15 @@ rank has a GPU to itself, and one step in flight, up to 128 rows of up to 16 col
 whose programs wait for what they score and read it in the box; `exchange_kernel` empties the places. Else a launch of its
 own, `gather_kernel`, brings them to `[T, H, D]` first.
 
+Of a prefill `prefill_kernel` leaves the keys of many rows; `send_rows_kernel` sends them, `merge_rows_kernel` merges several
+at a time. It counts as an exchanged step like another.
+
 Who waits for whom. A program waits for other ranks only when this rank has done all that they wait for in the same step, or
 can still do it beside the waiting programs. `exchange_kernel` sends the heads of others from programs that do not wait, and
-the programs that wait are few (`waiters`). In `score_kernel` the first programs to come onto the GPU send, and none waits
-before it has sent. Where ranks share a GPU, no kernel behind one that waits is let onto it before the waiting is over, for it
-would hold the memory that the awaited work of another rank may need. A wait ends after `polls` looks: the program notes the
-missing rank and goes on without it, and no later wait waits.
+the programs that wait are few (`waiters`); `merge_rows_kernel` waits when all is sent. In `score_kernel` the first programs to
+come onto the GPU send, and none waits before it has sent. Where ranks share a GPU, no kernel behind one that waits is let onto
+it before the waiting is over, for it would hold the memory that the awaited work of another rank may need. A wait ends after
+`polls` looks: the program notes the missing rank and goes on without it, and no later wait waits.
 """
 
 import triton
@@ -411,7 +414,7 @@ def exchange_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "heads", "owned", "replicas", "topk", "rank", "world", "max_rows"],
+    do_not_specialize=["rows", "owned", "replicas", "topk", "rank", "world", "max_rows"],
     do_not_specialize_on_alignment=["steps_ptr"],
 )
 def send_rows_kernel(
@@ -419,7 +422,6 @@ def send_rows_kernel(
     boxes_ptr,  # [P] i64 addresses
     steps_ptr,  # [3] i32: as score_kernel has them
     rows,  # to send
-    heads,
     owned,
     replicas,
     topk,

@@ -79,7 +79,7 @@ def tile_pages(
         listed = block_count(tl.load(held_ptr + request), BLOCK)
         seen = listed
         seen_whole = listed
-        # No more than these can be past `whole`, as they ascend.
+        # No more than these can be at or past `whole`, as they ascend.
         first = tl.maximum(listed - (block_count(tl.maximum(context + chunk, 0), BLOCK) - whole), 0)
         for start in range(first, listed, ENTRIES):
             entry = start + tl.arange(0, ENTRIES)
