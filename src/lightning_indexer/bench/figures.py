@@ -117,15 +117,15 @@ def _times(result: ResultFile) -> list[Picture]:
     for row in _uniform(result, "cp", "prefill", *(() if ranks else ("decode",))):
         if row["op"] == "cp" and not is_layer(row):
             continue
-        varying = row["heads"], row.get("query_len"), row.get("world")
+        varying = row["heads"], row.get("query_len"), row.get("world"), row.get("shard_by", "block")
         groups.setdefault((row["op"], _formats(row), *varying), []).append(row)
     found: list[Picture] = []
-    for (op, format, heads, query_len, world), rows in groups.items():
+    for (op, format, heads, query_len, world, shard_by), rows in groups.items():
         if len({_line(row) for row in rows}) == len(rows):
             continue
         parts = [f"{op}, {format}", f"{heads} head{'s' if heads > 1 else ''}"]
         parts += [f"{query_len} row{'s' if query_len > 1 else ''}"] if query_len else []
-        parts += [f"a rank of {world}"] if world else []
+        parts += [f"a rank of {world}" + (" by page" if shard_by == "page" else "")] if world else []
         title = ", ".join(parts)
         caption = (
             f"{title}: time of one layer, measured ({result.device}, {result.facts['date']}); dashed: the roof of that run."
@@ -179,7 +179,7 @@ def _roofs(results: list[ResultFile]) -> list[Picture]:
     if chunks:
 
         def draw_prefill(axes: Any) -> None:
-            ranks = [f", 1/{row['world']}" if "world" in row else "" for row in chunks]
+            ranks = [f", a rank of {row['world']}" if "world" in row else "" for row in chunks]
             sizes = [f"{row['heads']} h, {row['tokens']:,} after {row['prefix']:,}" for row in chunks]
             labels = [size + rank for size, rank in zip(sizes, ranks, strict=True)]
             axes.barh(labels, [row["pct_roof"] for row in chunks])
