@@ -9,6 +9,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # up to 16 ranks wai
 
 import pytest
 import torch
+from compiling import COMPILING, Compiling
 from hypothesis import settings
 
 if not torch.cuda.is_available():
@@ -24,7 +25,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which need not be there")
 
 
+def _compiles(item: pytest.Item) -> bool:
+    return item.path.name == "test_compile.py"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compiling takes minutes, of cores that the other tests leave idle: it begins now, and is looked at last."""
+    if any(map(_compiles, session.items)) and not session.config.option.collectonly:
+        session.config.stash[COMPILING] = Compiling()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if COMPILING in config.stash:
+        config.stash[COMPILING].stop()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_compiles)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
