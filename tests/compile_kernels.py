@@ -271,11 +271,13 @@ OTHERS = [
     for spec, dtype in GEOMETRIES
     for kind, rest in (("decode", {}), ("scores", {"query_len": 16}), ("prefill", {"rows": 64}))
 ]
+# The exchange knows nothing of NVIDIA's generations but dependent launch: sm_90 and sm_100 have it with that, AMD's without.
+ELSEWHERE = [call for call in BRIEF if call.kind != "peer"]
 CALLS = {
-    "sm_80": BRIEF + PACKED_PORTABLY + WRITES[::3],
+    "sm_80": ELSEWHERE + PACKED_PORTABLY + WRITES[::3],
     "sm_90": FULL + OTHERS + PACKED,
     "sm_100": BRIEF + PACKED[::4],
-    "sm_120": BRIEF + PACKED[1::4],
+    "sm_120": ELSEWHERE + PACKED[1::4],
     "gfx942": [
         *BRIEF,
         Call("keys"),
