@@ -204,6 +204,7 @@ PREFILLS = [
     Call("prefill", rows=64, order="block"),
 ]
 PEERS = [
+    Call("peer"),
     Call("peer", planned=True, query_len=4, sole=True),
     Call("peer", planned=True, query_len=16, order="block", table=16, sole=True),
 ]
@@ -213,6 +214,7 @@ BY_PAGE = [
     Call("keys", by="page"),
     Call("scores", by="page"),
     Call("select", by="page"),
+    Call("keys", by="page", format="fp8", dtype=E4M3),
     Call("keys", by="page", format="nvfp4"),
     Call("prefill of ranks", by="page"),
 ]
@@ -232,7 +234,7 @@ BRIEF = [
     *(Call("scores", **heads_and_rows(columns)) for columns in (1, 4, 16)),
     *MERGES,
     *PREFILLS[:2],
-    PEERS[0],
+    PEERS[1],
     BY_PAGE[2],
 ]
 GEOMETRIES = [
@@ -271,13 +273,11 @@ OTHERS = [
     for spec, dtype in GEOMETRIES
     for kind, rest in (("decode", {}), ("scores", {"query_len": 16}), ("prefill", {"rows": 64}))
 ]
-# The exchange knows nothing of NVIDIA's generations but dependent launch: sm_90 and sm_100 have it with that, AMD's without.
-ELSEWHERE = [call for call in BRIEF if call.kind != "peer"]
 CALLS = {
-    "sm_80": ELSEWHERE + PACKED_PORTABLY + WRITES[::3],
+    "sm_80": BRIEF + PACKED_PORTABLY + WRITES[::3],
     "sm_90": FULL + OTHERS + PACKED,
     "sm_100": BRIEF + PACKED[::4],
-    "sm_120": ELSEWHERE + PACKED[1::4],
+    "sm_120": BRIEF + PACKED[1::4],
     "gfx942": [
         *BRIEF,
         Call("keys"),

@@ -295,10 +295,10 @@ def test_pages_used_again(format):
 CHUNKS, PREFIXES = [700, 0, 33, 1, 2_000], [9_003, 100, 0, 77, 40_000]
 
 
-def chunks_of(cache: li.IndexCache, how: str, world: int, seed: int = 5) -> tuple[torch.Tensor, ...]:
+def chunks_of(cache: li.IndexCache, how: str, world: int) -> tuple[torch.Tensor, ...]:
     """Queries with rows behind the last chunk, block table, bounds and lengths."""
     inputs = allocated(cache, how, world, [a + b for a, b in zip(CHUNKS, PREFIXES, strict=True)])
-    q = torch.randn(sum(CHUNKS) + 3, 4, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+    q = torch.randn(sum(CHUNKS) + 3, 4, DIM, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
     return q, inputs.block_table, torch.tensor([0, *CHUNKS]).cumsum(0).to(DEVICE), inputs.seq_lens
 
 

@@ -169,7 +169,9 @@ def _chunks() -> tuple[Inputs, torch.Tensor]:
 
 def _prefill(rank: int, world: int, by: str) -> list[torch.Tensor]:
     inputs, bounds = _chunks()
-    indexer = li.ContextParallelIndexer(SPEC, max_rows=16, max_seq_len=64 * 30, device="cpu", shard_by=by)
+    arguments = {"max_rows": 16, "max_seq_len": 64 * 30, "device": "cpu", "dispatch": "sharded"}
+    indexer = li.ContextParallelIndexer(SPEC, shard_by=by, **arguments)
+    indexer.warmup(prefill=True)
     cache = li.IndexCache.wrap(inputs.pages, SPEC)
     cache = held(cache, indexer.shard) if by == "page" else cache
     rest = (cache, inputs.block_table, bounds, inputs.seq_lens)
@@ -188,6 +190,25 @@ def test_prefill_over_ranks(world, by):
         want = li.prefill(*step, spec=SPEC, order=order)
         for rank in range(world):
             assert torch.equal(found[rank][place], want[owned_heads(rank, world, 4)]), rank
+
+
+def _prefill_alone(rank: int, dispatch: str) -> torch.Tensor | None:
+    inputs, bounds = _chunks()
+    arguments = {"max_rows": 16, "max_seq_len": 64 * 30, "device": "cpu", "timeout": 5.0}
+    indexer = li.ContextParallelIndexer(SPEC, dispatch=dispatch, **arguments)
+    indexer.warmup(prefill=True)
+    if rank == 1:
+        return None
+    cache = li.IndexCache.wrap(inputs.pages, SPEC)
+    return indexer.prefill(inputs.q[:, :2], cache, inputs.block_table, bounds, inputs.seq_lens)
+
+
+@pytest.mark.parametrize("dispatch", ["auto", "replicated"])
+def test_a_prefill_that_sharing_does_not_shorten_waits_for_nobody(dispatch):
+    inputs, bounds = _chunks()
+    found, _ = run_ranks(2, partial(_prefill_alone, dispatch=dispatch))
+    want = li.prefill(inputs.q, inputs.pages, inputs.block_table, bounds, inputs.seq_lens, spec=SPEC)
+    assert torch.equal(found, want[:2])
 
 
 def _differs(rank: int) -> str:

@@ -301,7 +301,7 @@ def test_parts_of_chunks():
     ("world", "heads", "changes", "rules"),
     [
         (1, 4, {}, {}),
-        (2, 4, {}, {}),
+        (2, 4, {}, {"local_blocks": 0}),  # so that the score of a block that is seen in part counts
         (2, 4, {"shard_by": "block", "transport": "collective", "dispatch": "sharded"}, {}),
         (
             4,
@@ -331,6 +331,7 @@ def test_prefill_over_ranks(world, heads, changes, rules):
         found.append(indexer.prefill(inputs.q, *rest, order="block"))
         if indexer.transport == "peer":
             assert (indexer._batches[0].peer.box == box.EMPTY.value).all()
+            assert indexer.steps() == {"sharded": 1 + 2 + 1 + 2, "replicated": 0}
         return found
 
     results = on_ranks(world, work)

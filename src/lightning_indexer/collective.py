@@ -40,6 +40,7 @@ class CollectiveTransport:
         self._candidates = memory(heads, max_rows, spec.topk, dtype=torch.int64)
         self._sent_keys = memory(self.world, owned, max_rows, spec.topk, dtype=torch.int64)
         self._keys = memory(self.world, owned, max_rows, spec.topk, dtype=torch.int64)
+        self._one_each = torch.ones(max_rows, dtype=torch.int32, device=device)
 
     def gather_queries(self, q: torch.Tensor) -> torch.Tensor:
         """Owned queries `[T, h, D]` of every rank to `[T, H, D]`; of replicas the first is taken."""
@@ -57,6 +58,10 @@ class CollectiveTransport:
     def candidates(self, rows: int) -> torch.Tensor:
         """Memory for this rank's candidates of a step, `[H, T, K]` int64."""
         return _shaped(self._candidates, torch.int64, self._spec.num_heads, rows, self._spec.topk)
+
+    def one_each(self, rows: int) -> torch.Tensor:
+        """Rows as requests of one token, `[T]` int32: whose keys are all empty selects nothing, whatever its length."""
+        return self._one_each[:rows]
 
     def exchange_keys(self, keys: torch.Tensor) -> torch.Tensor:
         """Candidates of this rank's shard for all heads, `[H, T, K]`, to all ranks' candidates for its own, `[P, h, T, K]`."""

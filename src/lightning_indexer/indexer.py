@@ -53,7 +53,7 @@ SETUP_TIMEOUT = timedelta(minutes=5)
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Checked arguments of one decode step."""
+    """Checked arguments of one step, of decode or prefill."""
 
     cache: IndexCache
     seq_lens: torch.Tensor
@@ -196,8 +196,8 @@ class ContextParallelIndexer:
         self.transport = None if alone else self._connect(transport)
         chosen = dispatch if self.transport == "peer" and shard_by == "block" else "sharded"
         self.dispatch = "replicated" if alone else chosen
-        worth = dispatch == "sharded" or spec.replicas(self.world) > 1
-        self._shares_prefill = not alone and (shard_by == "page" or worth)
+        saves = dispatch == "sharded" or spec.replicas(self.world) > 1
+        self._shares_prefill = not alone and (shard_by == "page" or saves)
         self._calibrates = threshold is None and self.dispatch == "auto"
         given = calibration.ALWAYS if threshold is None else threshold
         # Pages of all requests together up to which "auto" does not share a step, by the most rows that this holds for.
@@ -485,11 +485,14 @@ class ContextParallelIndexer:
             check_int("micro_batch", micro_batch, 0, len(self._batches) - 1)
             return self._check(q, cache, block_table, seq_lens, query_len, order, sparse_table, out, plan)
 
+        def outline(step: _Step) -> Message:
+            return {**self._outline(q, step), "query_len": query_len}
+
         self.raise_if_failed()
         spec, owned, backend = self.spec, self.owned_heads, backend_of(self.device)
         talks = self.transport == "collective" and self.device.type == "cpu"
         # A host round costs little beside a step on the CPU, and turns every fault of one rank into an error on all.
-        step = self._agree("decode", check, lambda step: self._outline(q, step, query_len)) if talks else check()
+        step = self._agree("decode", check, outline) if talks else check()
         batch = self._batches[micro_batch]
         alone = self.transport is None
         if plan is None and (batch.peer is not None or (backend.on_gpu and self._worked_shard.by == "page")):
@@ -549,7 +552,7 @@ class ContextParallelIndexer:
         """
         spec, owned, backend = self.spec, self.owned_heads, backend_of(self.device)
 
-        def check() -> tuple[IndexCache, int, torch.Tensor]:
+        def check() -> _Step:
             checked = as_cache(cache, spec)
             require(checked.device == self.device, "cache", f"device {self.device}", f"device {checked.device}")
             check_tensor("q", q, ("T", "heads", spec.head_dim), checked.format.query_dtypes, self.device)
@@ -565,17 +568,17 @@ class ContextParallelIndexer:
                 check_chunks(cu_seqlens_q.tolist(), seq_lens.tolist(), q.shape[0], longest)
             check_order(order)
             check_int("micro_batch", micro_batch, 0, len(self._batches) - 1)
-            return checked, longest, check_ids_out(out, len(owned), q.shape[0], spec, self.device)
+            return _Step(checked, seq_lens, longest, check_ids_out(out, len(owned), q.shape[0], spec, self.device))
 
-        def outline(checked: tuple[IndexCache, int, torch.Tensor]) -> Message:
-            facts = self._outline(q, _Step(checked[0], seq_lens, *checked[1:]), 0)
-            return {**facts, "checksum of cu_seqlens_q": _checksum(cu_seqlens_q)}
+        def outline(step: _Step) -> Message:
+            return {**self._outline(q, step), "checksum of cu_seqlens_q": _checksum(cu_seqlens_q)}
 
         self.raise_if_failed()
         talks = self._shares_prefill and self.device.type == "cpu" and self.transport == "collective"
-        checked, longest, ids = self._agree("prefill", check, outline) if talks else check()
-        self._prefill(q, checked, block_table, Chunks(cu_seqlens_q, seq_lens, longest), order, ids, micro_batch, False)
-        return ids
+        step = self._agree("prefill", check, outline) if talks else check()
+        chunks = Chunks(cu_seqlens_q, seq_lens, step.longest)
+        self._prefill(q, step.cache, block_table, chunks, order, step.out, micro_batch, False)
+        return step.out
 
     def _prefill(
         self,
@@ -589,43 +592,24 @@ class ContextParallelIndexer:
         dry: bool,
     ) -> None:
         """`prefill` of checked arguments; dry as in `_decode`."""
+        spec, owned, backend, batch = self.spec, self.owned_heads, backend_of(self.device), self._batches[micro_batch]
         if not self._shares_prefill:
-            owned = self.owned_heads
             mine = q if q.shape[1] == len(owned) else q[:, owned.start : owned.stop]
-            step = cache, block_table, chunks.bounds, chunks.seq_lens, self.spec, chunks.longest, order, ids
-            scratch = self._batches[micro_batch].scratch
-            backend_of(self.device).prefill(mine, *step, None if scratch is None else scratch.workspace)
+            step = cache, block_table, chunks.bounds, chunks.seq_lens, spec, chunks.longest, order, ids
+            backend.prefill(mine, *step, None if batch.scratch is None else batch.scratch.workspace)
             return
         whole = len(q) <= self.max_prefill_rows and chunks.bounds.dtype == torch.int32
         for first in range(0, len(q), self.max_prefill_rows):
-            rows = slice(first, min(first + self.max_prefill_rows, len(q)))
-            part = chunks if whole else chunks.part(first, rows.stop - first)
-            self._prefill_part(q[rows], cache, block_table, part, order, ids[:, rows], micro_batch, dry)
-
-    def _prefill_part(
-        self,
-        q: torch.Tensor,
-        cache: IndexCache,
-        block_table: torch.Tensor,
-        chunks: Chunks,
-        order: str,
-        ids: torch.Tensor,
-        micro_batch: int,
-        dry: bool,
-    ) -> None:
-        """Shared rows, at most `max_prefill_rows` of them."""
-        batch, spec, backend = self._batches[micro_batch], self.spec, backend_of(self.device)
-        step = cache, block_table, chunks
-        if batch.peer is not None:
-            batch.peer.prefill(q, *step, self.shard, batch.scratch, order, ids, dry)
-            return
-        assert batch.collective is not None
-        heads = q if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q)
-        keys = batch.collective.candidates(len(q))
-        backend.prefill_keys(heads, *step, spec, self.shard, keys, batch.scratch)
-        # Each row as a request of one token: where all keys are empty nothing is selected, whatever its length.
-        seen = torch.ones(len(q), dtype=torch.int32, device=self.device)
-        backend.merge_keys(batch.collective.exchange_keys(keys), seen, spec, 1, order, None, ids)
+            some = slice(first, min(first + self.max_prefill_rows, len(q)))
+            part = chunks if whole else chunks.part(first, some.stop - first)
+            if batch.peer is not None:
+                batch.peer.prefill(q[some], cache, block_table, part, self.shard, batch.scratch, order, ids[:, some], dry)
+            elif batch.collective is not None:
+                heads = q[some] if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q[some])
+                keys = batch.collective.candidates(len(heads))
+                backend.prefill_keys(heads, cache, block_table, part, spec, self.shard, keys, batch.scratch)
+                keys, seen = batch.collective.exchange_keys(keys), batch.collective.one_each(len(heads))
+                backend.merge_keys(keys, seen, spec, 1, order, None, ids[:, some])
 
     def _plan(self, batch: _MicroBatch, step: _Step, block_table: torch.Tensor, query_len: int, order: str) -> StepPlan:
         """A plan for one call, in memory that a graph finds again."""
@@ -695,13 +679,12 @@ class ContextParallelIndexer:
             require(query_len <= MAX_QUERY_LEN, "query_len", f"at most {MAX_QUERY_LEN} on a GPU", query_len)
         return _Step(checked, seq_lens, longest, check_ids_out(out, owned, rows, spec, self.device))
 
-    def _outline(self, q: torch.Tensor, step: _Step, query_len: int) -> dict[str, Any]:
-        """What must be the same on every rank for a step to be one step."""
+    def _outline(self, q: torch.Tensor, step: _Step) -> dict[str, Any]:
+        """What must be the same on every rank for a step, of decode or prefill, to be one step."""
         return {
             "rows of q": q.shape[0],
             "heads of q": "owned" if q.shape[1] == len(self.owned_heads) else "all",
             "dtype of q": str(q.dtype).removeprefix("torch."),
-            "query_len": query_len,
             "requests": step.seq_lens.shape[0],
             "checksum of seq_lens": _checksum(step.seq_lens),
             "cache format": step.cache.format.name,

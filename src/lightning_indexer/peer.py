@@ -10,7 +10,7 @@ from lightning_indexer import triton_backend
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.kernels import box as boxes
 from lightning_indexer.kernels import exchange as kernels
-from lightning_indexer.policy import decode_policy, device_facts, exchange_waiters, scorer_sends
+from lightning_indexer.policy import decode_policy, device_facts, exchange_rehearsals, exchange_waiters, scorer_sends
 from lightning_indexer.ranks import Ranks, gpu_name
 from lightning_indexer.rows import Chunks
 from lightning_indexer.spec import IndexerSpec, Shard
@@ -290,7 +290,7 @@ def _exchange(
         step.programs,
         transport.max_rows,
         waiters,
-        device_facts(out.device).processors if step.policy.pdl else 0,
+        exchange_rehearsals(device_facts(out.device)),
         transport.query_words,
         transport.query_half,
         DRY if dry else transport.polls,

@@ -131,6 +131,15 @@ def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:
     return 3 * facts.processors if neighbours == 1 else max(1, 3 * facts.processors // 4 // neighbours)
 
 
+def exchange_rehearsals(facts: DeviceFacts) -> int:
+    """Programs of the exchange that go through a selection of nothing before they wait: one for each multiprocessor.
+
+    With dependent launch they are there while the scorer runs, and it brings the code. Two H200s, 2026-11-30: a step that is
+    not shared 0.4 to 1.3 us faster, one that is 0.9 to 1.5.
+    """
+    return facts.processors if _is_hopper_like(facts) else 0
+
+
 def scorer_sends(facts: DeviceFacts) -> bool:
     """Whether queries may travel within the launch that scores them.
 

@@ -617,9 +617,7 @@ def prefill_keys(
     counter: Counter | None = None,
 ) -> None:
     """A shard's candidates of ragged chunks into `out` `[H, T, K]` int64; none for rows outside every chunk."""
-    lists = None
-    if shard.by == "page" and len(chunks.seq_lens):
-        lists = Lists.of(block_table, chunks, spec, shard, scratch)
+    lists = Lists.of(block_table, chunks, spec, shard, scratch) if shard.by == "page" else None
     workspace = None if scratch is None else scratch.workspace
     _prefill(q, cache, block_table, chunks, spec, "score", shard, lists, out, workspace, counter)
 

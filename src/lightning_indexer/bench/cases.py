@@ -85,8 +85,7 @@ class RankCase(DecodeCase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        IndexerSpec(num_heads=self.heads).owned_heads(0, self.world)
-        check_choice("shard_by", self.shard_by, ("block", "page"))
+        _check_rank(self)
 
     @property
     def name(self) -> str:
@@ -107,8 +106,7 @@ class RankCase(DecodeCase):
 
     def fields(self) -> dict[str, Any]:
         """As of a decode step, with the ranks; a rank alone has no transport."""
-        fields = super().fields() | {"world": self.world, "transport": "none", "dispatch": "sharded"}
-        return fields | {"shard_by": "page"} if self.shard_by == "page" else fields
+        return super().fields() | _rank_fields(self)
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,7 @@ class RankPrefillCase(PrefillCase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        IndexerSpec(num_heads=self.heads).owned_heads(0, self.world)
-        check_choice("shard_by", self.shard_by, ("block", "page"))
+        _check_rank(self)
 
     @property
     def name(self) -> str:
@@ -190,8 +187,17 @@ class RankPrefillCase(PrefillCase):
 
     def fields(self) -> dict[str, Any]:
         """As of a chunk, with the ranks."""
-        fields = super().fields() | {"world": self.world, "transport": "none", "dispatch": "sharded"}
-        return fields | {"shard_by": "page"} if self.shard_by == "page" else fields
+        return super().fields() | _rank_fields(self)
+
+
+def _check_rank(case: RankCase | RankPrefillCase) -> None:
+    IndexerSpec(num_heads=case.heads).owned_heads(0, case.world)
+    check_choice("shard_by", case.shard_by, ("block", "page"))
+
+
+def _rank_fields(case: RankCase | RankPrefillCase) -> dict[str, Any]:
+    fields = {"world": case.world, "transport": "none", "dispatch": "sharded"}
+    return fields | {"shard_by": "page"} if case.shard_by == "page" else fields
 
 
 Case = DecodeCase | RankCase | PrefillCase | RankPrefillCase

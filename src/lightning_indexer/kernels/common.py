@@ -26,6 +26,16 @@ def owned_blocks(visible, rank, world):
 
 
 @triton.jit
+def owned_block(blocks_row, index, rank, world, LISTED: tl.constexpr):
+    """A rank's block number `index`: of a list, if pages are sharded."""
+    if LISTED:
+        block = tl.load(blocks_row + index)
+    else:
+        block = index * world + rank
+    return block
+
+
+@triton.jit
 def page_owner(page, world):
     """The rank that holds a page where pages are sharded, ids below 0 included: `Shard.holds`."""
     return (page % world + world) % world

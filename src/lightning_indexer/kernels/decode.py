@@ -34,6 +34,7 @@ from lightning_indexer.kernels.common import (
     masked,
     nan_max,
     no_keys,
+    owned_block,
     owned_blocks,
     owner_of_head,
     per_unit,
@@ -420,10 +421,7 @@ def score_share(
             recent = tl.zeros((WARPS, RECENT, HELD), tl.float32)
             oldest = first
             for index in tl.range(first, last, num_stages=STAGES):
-                if LISTED:
-                    block = tl.load(blocks_row + index)  # not needed before the page is scored
-                else:
-                    block = index * world + rank
+                block = owned_block(blocks_row, index, rank, world, LISTED)  # not needed before the page is scored
                 this_page = next_page
                 next_page = tl.load(table_row + tl.minimum(index + 1 + CARRY, last - 1) * world + rank)
                 place = page_place(pages_ptr, this_page, page_stride, num_pages)

@@ -17,7 +17,16 @@ Grid `(tiles, splits, head tiles)`, the last rows first, as they see most. Bytes
 import triton
 import triton.language as tl
 
-from lightning_indexer.kernels.common import block_count, keep_key, nan_max, no_keys, owned_blocks, per_unit, write_ids
+from lightning_indexer.kernels.common import (
+    block_count,
+    keep_key,
+    nan_max,
+    no_keys,
+    owned_block,
+    owned_blocks,
+    per_unit,
+    write_ids,
+)
 from lightning_indexer.kernels.formats import key_dim, key_token, load_page, load_queries, page_dots, page_place
 from lightning_indexer.kernels.key import join_keys, pack_keys, top_keys
 
@@ -93,10 +102,10 @@ def tile_pages(
 
 
 @triton.jit
-def write_keys(best, head, row, wanted, keys_ptr, head_stride, row_stride, kept, KEEP: tl.constexpr):
+def store_first(best, head, row, wanted, out_ptr, head_stride, row_stride, kept, KEEP: tl.constexpr):
     """The first `kept` of `best` `[ROWS, KEEP]`, as they are."""
     lane = tl.arange(0, KEEP)[None, :]
-    place = keys_ptr + head[:, None].to(tl.int64) * head_stride + row[:, None].to(tl.int64) * row_stride + lane
+    place = out_ptr + head[:, None].to(tl.int64) * head_stride + row[:, None].to(tl.int64) * row_stride + lane
     tl.store(place, best, mask=wanted[:, None] & (lane < kept))
 
 
@@ -237,7 +246,7 @@ def prefill_kernel(
         wanted = in_tile & (row < rows)
         if split == 0:
             nothing = tl.full((COLUMNS, KEEP), 0 if KEYS else -1, out_ptr.dtype.element_ty)
-            write_keys(nothing, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+            store_first(nothing, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
         return
 
     start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
@@ -269,10 +278,7 @@ def prefill_kernel(
     table_row += rank
     next_page = tl.load(table_row + first * world, mask=first < last, other=0)
     for index in tl.range(first, whole, num_stages=STAGES):
-        if LISTED:
-            block = tl.load(blocks_row + index)  # not needed before the page is scored
-        else:
-            block = index * world + rank
+        block = owned_block(blocks_row, index, rank, world, LISTED)  # not needed before the page is scored
         page = next_page
         next_page = tl.load(table_row + tl.minimum(index + 1, last - 1) * world)
         best = keep_page(
@@ -280,10 +286,7 @@ def prefill_kernel(
             init_blocks, local_blocks, BLOCK, DIM, HIGHER, FORMAT, SCALED, NATIVE, False,
         )  # fmt: skip
     for index in tl.range(whole, last, num_stages=1):
-        if LISTED:
-            block = tl.load(blocks_row + index)
-        else:
-            block = index * world + rank
+        block = owned_block(blocks_row, index, rank, world, LISTED)
         page = tl.load(table_row + index * world)
         best = keep_page(
             best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
@@ -291,7 +294,7 @@ def prefill_kernel(
         )  # fmt: skip
     best = tl.maximum(best, 0)
     if parts == 1 and KEYS:
-        write_keys(top_keys(best, KEEP), head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+        store_first(top_keys(best, KEEP), head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
     elif parts == 1:
         write_ids(
             top_keys(best, KEEP), head, row, row, lengths, wanted,
@@ -395,7 +398,7 @@ def merge_splits_kernel(
     row = start + chunk_row
     wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
     if KEYS:
-        write_keys(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+        store_first(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
     else:
         write_ids(
             best, head, row, row, row, wanted,
