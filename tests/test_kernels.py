@@ -428,9 +428,11 @@ def test_decode(name):
             assert_same_rows(candidates(inputs, shard), keys)
 
 
-@pytest.mark.parametrize(("topk", "programs", "values"), [(2, 40, "normal"), (3, 12, "ties"), (4, 40, "ties")])
+@pytest.mark.parametrize(
+    ("topk", "programs", "values"), [(2, 40, "normal"), (3, 12, "ties"), (4, 40, "ties"), (4, 43, "normal")]
+)
 def test_many_runs_of_candidates(topk, programs, values):
-    """More than are sorted at once: of some runs alone, found by their largest; a long request beside short ones."""
+    """More than are sorted at once: of some runs, or pairs of them, by their largest; a long request beside short ones."""
     spec = spec_of(topk=topk)
     inputs = random_inputs(spec, [64 * 80 - 9, 1, 64 * 3], heads=2, query_len=2, values=values)
     with interpreter.fake_device(programs, topk=4):

@@ -96,48 +96,69 @@ def largest_first(best, KEEP: tl.constexpr):
 
 
 @triton.jit
+def pair_heads(source, first, pair, runs, stride, LANES: tl.constexpr):
+    """The largest candidate of each of LANES runs, or pairs of runs if `pair` is 2, from number `first` on; 0 past them."""
+    run = (first + tl.arange(0, LANES)) * pair
+    heads = candidates(source, run, runs, 1, stride)
+    if pair == 2:
+        heads = tl.maximum(heads, candidates(source, run + 1, runs, 1, stride))
+    return heads
+
+
+@triton.jit
 def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.constexpr):
     """As `top_of`, for many runs of candidates, each with its largest in the first place.
 
     The KEEP runs with the largest first places hold what is looked for, since no two keys are the same: a key of another run
-    has those KEEP before it.
+    has those KEEP before it. If there are more runs than LANES, and their candidates few, two count as one.
     """
-    lane = tl.arange(0, LANES)
-    best = top_keys(tl.load(source + lane * stride, mask=lane < runs, other=0, cache_modifier=".cg")[None, :], KEEP)
-    for first in range(LANES, runs, LANES):
-        run = first + lane
-        found = tl.load(source + run * stride, mask=run < runs, other=0, cache_modifier=".cg")
+    HALF: tl.constexpr = KEEP // 2
+    pair = tl.where((runs > LANES) & (width <= HALF), 2, 1)
+    pairs = (runs + pair - 1) // pair
+    best = top_keys(pair_heads(source, 0, pair, runs, stride, LANES)[None, :], KEEP)
+    for first in range(LANES, pairs, LANES):
+        found = pair_heads(source, first, pair, runs, stride, LANES)
         best = top_keys(join_keys(best, top_keys(found[None, :], KEEP), 1, KEEP), KEEP)
     least = tl.maximum(tl.min(best), 1)  # 0 is no key
+    lane = tl.arange(0, LANES)
     number = tl.arange(0, KEEP)
     chosen = number * 0
     count = 0
-    for first in range(0, runs, LANES):
-        run = first + lane
-        wanted = tl.load(source + run * stride, mask=run < runs, other=0, cache_modifier=".cg") >= least
+    for first in range(0, pairs, LANES):
+        wanted = pair_heads(source, first, pair, runs, stride, LANES) >= least
         place = count + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        chosen += tl.sum(tl.where(wanted[:, None] & (place[:, None] == number[None, :]), run[:, None], 0), 0)
+        chosen += tl.sum(tl.where(wanted[:, None] & (place[:, None] == number[None, :]), (first + lane)[:, None], 0), 0)
         count += tl.sum(wanted.to(tl.int32))
-    place = source + chosen[:, None] * stride + number[None, :]
-    inside = (number < count)[:, None] & (number < width)[None, :]
-    keys = tl.load(place, mask=inside, other=0, cache_modifier=".cg")
-    return top_keys(tl.reshape(keys, (1, KEEP * KEEP)), KEEP)
+    place = source + (chosen * pair)[:, None] * stride
+    there = (number < count)[:, None]
+    keys = tl.zeros((1, KEEP * KEEP), tl.int64)
+    if pair == 1:
+        all_of_one = tl.load(place + number[None, :], mask=there & (number < width)[None, :], other=0, cache_modifier=".cg")
+        keys = tl.reshape(all_of_one, (1, KEEP * KEEP))
+    elif HALF > 0:
+        few = tl.arange(0, HALF)[None, :]
+        inside = there & (few < width)
+        of_one = tl.load(place + few, mask=inside, other=0, cache_modifier=".cg")
+        inside &= (chosen * pair + 1 < runs)[:, None]
+        of_other = tl.load(place + stride + few, mask=inside, other=0, cache_modifier=".cg")
+        keys = tl.reshape(tl.join(of_one, of_other), (1, KEEP * KEEP))
+    return top_keys(keys, KEEP)
 
 
 @triton.jit
 def top_of(source, runs, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
     """First KEEP of `runs` runs of `width` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
 
-    One sort of FEW or MANY, if they fit. Else a sort of their runs and one of what is in the best, if that fits; else sorts of
-    MOST, one after the other.
+    One sort of FEW or MANY, if they fit. Else a sort of MANY / 2 runs and one of what is in the best, if that fits; else sorts
+    of MOST, one after the other.
     """
     count = runs * width
     if count <= FEW:
         best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
     elif count <= MANY:
         best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
-    elif KEEP * KEEP <= MANY:
-        best = top_of_runs(source, runs, width, stride, KEEP, MANY)
+    elif KEEP * KEEP <= MANY // 2:
+        best = top_of_runs(source, runs, width, stride, KEEP, MANY // 2)
     else:
         best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
         for first in range(MOST, count, MOST):
