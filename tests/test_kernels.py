@@ -718,6 +718,7 @@ PREFILL = {
     "ragged-ties": Chunks(2, [3, 0, 10], [0, 640, 700], {"topk": 4}, values="ties"),
     "splits": Chunks(4, [9], [64 * 26], {"topk": 5, "init_blocks": 1}, order="block", columns=32, programs=8),
     "splits-k16": Chunks(2, [3, 1], [64 * 25, 64 * 17], {"topk": 16}, programs=9, values="ties"),
+    "splits-of-few-blocks": Chunks(2, [20], [64 * 5], {"topk": 16}, columns=32, programs=16),
     "heads-do-not-divide-the-tile": Chunks(
         3, [7, 2], [30, 900], {"topk": 2, "local_blocks": 2, "tie_break": "higher"}, values="ties"
     ),

@@ -50,9 +50,9 @@ MATRIX_COLUMNS = 16  # the least of a matrix product
 # of 1,024 was no faster than by their runs.
 CANDIDATES = (128, 512, 1024)
 TILE_KEYS = 4096  # keys that a prefill tile holds in registers
-# Blocks of context that are worth a split. H200, 2026-11-30, 2,048 tokens without a prefix: 17.2 us with 2, 20.7 with 4.
-MIN_SPLIT_BLOCKS = 2
-MERGE_COLUMNS = 4  # of a prefill tile that one program merges
+# Columns of a prefill tile that one program merges; the latter if all splits together have K candidates or fewer. H200,
+# 2026-11-30, 2,048 tokens after 131,072: 8 in all cases took 8 us longer.
+MERGE_COLUMNS = (4, 16)
 MERGE_LANES = 128  # candidates of each that it sorts at once; no less than twice the largest K
 LIST_PROGRAMS = 4  # per multiprocessor, at least if the requests are long enough: all of them at once
 
@@ -658,7 +658,7 @@ def _prefill(
     blocks = -(-longest // (spec.block_size * shard.world))
     split_keys = tiles * head_tiles * columns * keep
     room = PREFILL_KEYS if workspace is None else workspace.keys.numel()
-    splits = max(1, min(policy.programs // busy, blocks // MIN_SPLIT_BLOCKS, room // split_keys))
+    splits = max(1, min(policy.programs // busy, blocks, room // split_keys))
     if workspace is None:
         keys = torch.empty(splits * split_keys if splits > 1 else 0, dtype=torch.int64, device=q.device)
     else:
@@ -670,7 +670,6 @@ def _prefill(
         "KEEP": keep,
         "HIGHER": spec.tie_break == "higher",
         "BY_BLOCK": order == "block",
-        "MIN_BLOCKS": MIN_SPLIT_BLOCKS,
         "KEYS": out.dtype == torch.int64,
         "LISTED": lists is not None,
         "PDL": policy.pdl,
@@ -709,7 +708,7 @@ def _prefill(
         **policy.options(),
     )
     if splits > 1:
-        prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS, head_tiles)](
+        prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS[0], head_tiles)](
             listed,
             held,
             bounds,
@@ -722,7 +721,8 @@ def _prefill(
             table.stride(0),
             splits,
             *out.stride()[:2],
-            FEW=MERGE_COLUMNS,
+            FEW=MERGE_COLUMNS[0],
+            MANY=MERGE_COLUMNS[1],
             LANES=MERGE_LANES,
             **constants,
             **policy.merge_options(),

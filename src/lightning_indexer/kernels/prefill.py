@@ -57,17 +57,24 @@ def tile_request(tile, cu_seqlens_ptr, bound_stride, requests, rows_per_tile):
 
 
 @triton.jit
-def tile_splits(blocks, splits, MIN_BLOCKS: tl.constexpr):
-    """In how many parts the context of a tile is cut: short ones are not worth `splits`."""
-    return tl.minimum(tl.maximum(blocks // MIN_BLOCKS, 1), splits)
+def tile_splits(pages, splits):
+    """In how many parts the context of a tile is cut."""
+    return tl.minimum(tl.maximum(pages, 1), splits)
 
 
 @triton.jit
-def chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest):
-    """First row of a request's chunk, its rows, and the tokens before it."""
-    start = tl.load(cu_seqlens_ptr + request * bound_stride).to(tl.int32)
-    chunk = tl.load(cu_seqlens_ptr + (request + 1) * bound_stride).to(tl.int32) - start
-    return start, chunk, tl.minimum(tl.load(seq_lens_ptr + request * length_stride), longest) - chunk
+def split_width(pages, parts, KEEP: tl.constexpr):
+    """The most candidates that a split can have for a column. They fill its places from the first on (`no_keys`)."""
+    return tl.minimum(KEEP, (pages + parts - 1) // parts)
+
+
+@triton.jit
+def chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, requests, longest):
+    """First row of a request's chunk, its rows, and the tokens before it; 0 past the requests."""
+    there = request < requests
+    start = tl.load(cu_seqlens_ptr + request * bound_stride, mask=there, other=0).to(tl.int32)
+    chunk = tl.load(cu_seqlens_ptr + (request + 1) * bound_stride, mask=there, other=0).to(tl.int32) - start
+    return start, chunk, tl.minimum(tl.load(seq_lens_ptr + request * length_stride, mask=there, other=0), longest) - chunk
 
 
 @triton.jit
@@ -78,14 +85,14 @@ def tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_pages(
-    context, first_row, rows_per_tile, chunk, request, blocks_row, held_ptr, rank, world,
+    context, first_row, rows_per_tile, chunk, request, requests, blocks_row, held_ptr, rank, world,
     BLOCK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """How many of a rank's blocks, from the first on, the last row of a tile sees, and how many all of its rows see whole."""
     blocks = tile_blocks(context, first_row, rows_per_tile, chunk, BLOCK)
     whole = tl.maximum(context + first_row + 1, 0) // BLOCK
     if LISTED:
-        listed = block_count(tl.load(held_ptr + request), BLOCK)
+        listed = block_count(tl.load(held_ptr + request, mask=request < requests, other=0), BLOCK)
         seen = listed
         seen_whole = listed
         # No more than these can be at or past `whole`, as they ascend.
@@ -178,7 +185,7 @@ def prefill_kernel(
     length_stride,
     steps_ptr,  # i32: steps that were exchanged; COUNT only
     out_ptr,  # [H, T, K] i32 ids, or i64 keys
-    keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64 scratch
+    keys_ptr,  # [head tiles, tiles, COLUMNS, splits * KEEP] i64 scratch
     requests,
     rows,
     longest,  # tokens; a length past it counts as it
@@ -204,7 +211,6 @@ def prefill_kernel(
     KEEP: tl.constexpr,
     HIGHER: tl.constexpr,
     BY_BLOCK: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,  # of context per split
     TYPE: tl.constexpr,  # of the products
     FORMAT: tl.constexpr,  # see kernels.formats
     SCALED: tl.constexpr,  # keys have factors
@@ -249,7 +255,7 @@ def prefill_kernel(
             store_first(nothing, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
         return
 
-    start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, requests, longest)
     first_row = (tile - before) * rows_per_tile  # of the chunk
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
@@ -258,9 +264,9 @@ def prefill_kernel(
     visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
     blocks_row = blocks_ptr + request.to(tl.int64) * block_table_stride
     pages, whole = tile_pages(
-        context, first_row, rows_per_tile, chunk, request, blocks_row, held_ptr, rank, world, BLOCK, LISTED
+        context, first_row, rows_per_tile, chunk, request, requests, blocks_row, held_ptr, rank, world, BLOCK, LISTED
     )
-    parts = tile_splits(pages, splits, MIN_BLOCKS)
+    parts = tile_splits(pages, splits)
     if split >= parts:
         return
     first = (split.to(tl.int64) * pages // parts).to(tl.int32)
@@ -302,16 +308,37 @@ def prefill_kernel(
             BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
         )  # fmt: skip
     else:
-        slot = ((head_tile * tiles + tile) * splits + split).to(tl.int64) * (COLUMNS * KEEP)
-        tl.store(keys_ptr + slot + column[:, None] * KEEP + lane[None, :], best)
+        width = split_width(pages, parts, KEEP)
+        place = keys_ptr + (head_tile * tiles + tile).to(tl.int64) * (COLUMNS * splits * KEEP) + split * width
+        tl.store(place + column[:, None] * (splits * KEEP) + lane[None, :], best, mask=(lane < width)[None, :])
 
 
 @triton.jit
-def split_keys(keys_ptr, column, first, count, COLUMNS: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr):
+def split_keys(keys_ptr, column, stride, first, count, LANES: tl.constexpr):
     """Candidates `first` to `first + LANES` of `count` for some columns of a tile, 0 past them."""
-    candidate = first + tl.arange(0, LANES)
-    offset = (candidate // KEEP * (COLUMNS * KEEP) + candidate % KEEP)[None, :] + column[:, None] * KEEP
-    return tl.load(keys_ptr + offset, mask=(candidate < count)[None, :], other=0, cache_modifier=".cg")
+    candidate = first + tl.arange(0, LANES)[None, :]
+    return tl.load(keys_ptr + column[:, None] * stride + candidate, mask=candidate < count, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def write_columns(
+    best, column, start, chunk, first_row, rows, head_tile, heads, heads_per_tile, rows_per_tile,
+    out_ptr, out_head_stride, out_row_stride, topk,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, BY_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write ids, or keys, of some columns of a tile from their keys `best` `[columns, KEEP]`, descending."""
+    head = head_tile * heads_per_tile + column % heads_per_tile
+    chunk_row = first_row + column // heads_per_tile
+    row = start + chunk_row
+    wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
+    if KEYS:
+        store_first(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+    else:
+        write_ids(
+            best, head, row, row, row, wanted,
+            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -341,7 +368,7 @@ def merge_splits_kernel(
     seq_lens_ptr,  # [R] i32, any stride
     length_stride,
     out_ptr,  # [H, T, K] i32 ids, or i64 keys
-    keys_ptr,  # [head tiles, tiles, splits, COLUMNS, KEEP] i64, of prefill_kernel
+    keys_ptr,  # [head tiles, tiles, COLUMNS, splits * KEEP] i64, of prefill_kernel
     requests,
     rows,
     longest,
@@ -358,50 +385,55 @@ def merge_splits_kernel(
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
     FEW: tl.constexpr,  # columns of one program
+    MANY: tl.constexpr,  # and if each has KEEP candidates or fewer; the other programs then have none
     LANES: tl.constexpr,  # candidates of a column merged at once
     HIGHER: tl.constexpr,
     BY_BLOCK: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
     KEYS: tl.constexpr,
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Ids, or keys, of the tiles whose context was split. Grid `(tiles, COLUMNS / FEW, head tiles)`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     head_tile = tl.program_id(2)
     rows_per_tile = COLUMNS // heads_per_tile
+    # All this was there before prefill_kernel began: no need to wait for it yet. But none leaves before it has waited, or the
+    # next kernel would wait for a launch that has not.
     request, before, used = tile_request(tile, cu_seqlens_ptr, bound_stride, requests, rows_per_tile)
-    if tile >= used:
-        return
-    start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, longest)
+    start, chunk, context = chunk_of(request, cu_seqlens_ptr, bound_stride, seq_lens_ptr, length_stride, requests, longest)
     first_row = (tile - before) * rows_per_tile
     blocks_row = blocks_ptr + request.to(tl.int64) * blocks_stride
-    pages, _ = tile_pages(context, first_row, rows_per_tile, chunk, request, blocks_row, held_ptr, rank, world, BLOCK, LISTED)
-    parts = tile_splits(pages, splits, MIN_BLOCKS)
-    if parts == 1:
+    pages, _ = tile_pages(
+        context, first_row, rows_per_tile, chunk, request, requests, blocks_row, held_ptr, rank, world, BLOCK, LISTED
+    )
+    parts = tile_splits(pages, splits)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if (tile >= used) | (parts == 1):
         return
-    column = tl.program_id(1) * FEW + tl.arange(0, FEW)
-    keys_ptr += ((head_tile * tl.num_programs(0) + tile) * splits).to(tl.int64) * (COLUMNS * KEEP)
-    count = parts * KEEP
-    if count <= LANES // 2:
-        best = top_keys(split_keys(keys_ptr, column, 0, count, COLUMNS, KEEP, LANES // 2), KEEP)
+    stride = splits * KEEP
+    keys_ptr += (head_tile * tl.num_programs(0) + tile).to(tl.int64) * (COLUMNS * stride)
+    count = parts * split_width(pages, parts, KEEP)
+    if count <= KEEP:
+        first = tl.program_id(1) * MANY
+        if first < COLUMNS:
+            column = first + tl.arange(0, MANY)
+            best = top_keys(split_keys(keys_ptr, column, stride, 0, count, KEEP), KEEP)
+            write_columns(
+                best, column, start, chunk, first_row, rows, head_tile, heads, heads_per_tile, rows_per_tile,
+                out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS,
+            )  # fmt: skip
     else:
-        best = top_keys(split_keys(keys_ptr, column, 0, count, COLUMNS, KEEP, LANES), KEEP)
-        for first in range(LANES, count, LANES):
-            found = top_keys(split_keys(keys_ptr, column, first, count, COLUMNS, KEEP, LANES), KEEP)
-            best = top_keys(join_keys(best, found, FEW, KEEP), KEEP)
-    head = head_tile * heads_per_tile + column % heads_per_tile
-    chunk_row = first_row + column // heads_per_tile
-    row = start + chunk_row
-    wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
-    if KEYS:
-        store_first(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
-    else:
-        write_ids(
-            best, head, row, row, row, wanted,
-            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
-            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+        column = tl.program_id(1) * FEW + tl.arange(0, FEW)
+        if count <= LANES // 2:
+            best = top_keys(split_keys(keys_ptr, column, stride, 0, count, LANES // 2), KEEP)
+        else:
+            best = top_keys(split_keys(keys_ptr, column, stride, 0, count, LANES), KEEP)
+            for first in range(LANES, count, LANES):
+                found = top_keys(split_keys(keys_ptr, column, stride, first, count, LANES), KEEP)
+                best = top_keys(join_keys(best, found, FEW, KEEP), KEEP)
+        write_columns(
+            best, column, start, chunk, first_row, rows, head_tile, heads, heads_per_tile, rows_per_tile,
+            out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS,
         )  # fmt: skip
