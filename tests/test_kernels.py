@@ -725,6 +725,8 @@ PREFILL = {
     "more-heads-than-columns": Chunks(20, [2], [64 * 17], {"topk": 4}, programs=30),
     "more-heads-than-columns-whole": Chunks(20, [2, 3], [64, 0], {"topk": 4}, programs=1, padding=2),
     "no-prefix-across-blocks": Chunks(2, [130], [0], {"topk": 2}, order="block"),
+    "no-prefix-in-equal-parts": Chunks(1, [250], [0], {"topk": 2}, programs=35),
+    "no-prefix-in-two-waves": Chunks(1, [250], [0], {"topk": 2}, programs=17, values="ties"),
     "empty-requests": Chunks(2, [0, 0, 4, 0], [0, 64, 60, 0], {"topk": 3}, padding=1),
     "all-padding": Chunks(2, [0, 0], [0, 100], {"topk": 3}, padding=10),
     "k64": Chunks(1, [3], [64 * 70], {"topk": 64}, programs=1),

@@ -50,10 +50,10 @@ MATRIX_COLUMNS = 16  # the least of a matrix product
 # of 1,024 was no faster than by their runs.
 CANDIDATES = (128, 512, 1024)
 TILE_KEYS = 4096  # keys that a prefill tile holds in registers
-# Columns of a prefill tile that one program merges; the latter if all splits together have K candidates or fewer. H200,
-# 2026-11-30, 2,048 tokens after 131,072: 8 in all cases took 8 us longer.
+# Columns of a prefill tile that are merged at once, and of a program if each has few candidates. H200, 2026-11-30, 2,048
+# tokens: 8 at once took 8 us longer after 131,072; 16 a program 2.3 us less with four heads and no prefix.
 MERGE_COLUMNS = (4, 16)
-MERGE_LANES = 128  # candidates of each that it sorts at once; no less than twice the largest K
+MERGE_LANES = 128  # candidates of each that are sorted at once; no less than twice the largest K
 LIST_PROGRAMS = 4  # per multiprocessor, at least if the requests are long enough: all of them at once
 
 
@@ -708,7 +708,8 @@ def _prefill(
         **policy.options(),
     )
     if splits > 1:
-        prefill_kernels.merge_splits_kernel[(tiles, columns // MERGE_COLUMNS[0], head_tiles)](
+        each = MERGE_COLUMNS[0] if splits * keep > MERGE_LANES // 2 else MERGE_COLUMNS[1]
+        prefill_kernels.merge_splits_kernel[(tiles, columns // each, head_tiles)](
             listed,
             held,
             bounds,
@@ -720,6 +721,7 @@ def _prefill(
             *shape,
             table.stride(0),
             splits,
+            each,
             *out.stride()[:2],
             FEW=MERGE_COLUMNS[0],
             MANY=MERGE_COLUMNS[1],

@@ -355,6 +355,7 @@ def write_columns(
         "world",
         "blocks_stride",
         "splits",
+        "columns",
         "out_head_stride",
         "out_row_stride",
     ],
@@ -379,13 +380,14 @@ def merge_splits_kernel(
     world,
     blocks_stride,
     splits,
+    columns,  # of a program; a multiple of FEW
     out_head_stride,
     out_row_stride,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
-    FEW: tl.constexpr,  # columns of one program
-    MANY: tl.constexpr,  # and if each has KEEP candidates or fewer; the other programs then have none
+    FEW: tl.constexpr,  # columns merged at once
+    MANY: tl.constexpr,  # and of a program if each has KEEP candidates or fewer; other programs then have none
     LANES: tl.constexpr,  # candidates of a column merged at once
     HIGHER: tl.constexpr,
     BY_BLOCK: tl.constexpr,
@@ -393,7 +395,7 @@ def merge_splits_kernel(
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Ids, or keys, of the tiles whose context was split. Grid `(tiles, COLUMNS / FEW, head tiles)`."""
+    """Ids, or keys, of the tiles whose context was split. Grid `(tiles, COLUMNS / columns, head tiles)`."""
     tile = tl.program_id(0)
     head_tile = tl.program_id(2)
     rows_per_tile = COLUMNS // heads_per_tile
@@ -425,15 +427,16 @@ def merge_splits_kernel(
                 out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS,
             )  # fmt: skip
     else:
-        column = tl.program_id(1) * FEW + tl.arange(0, FEW)
-        if count <= LANES // 2:
-            best = top_keys(split_keys(keys_ptr, column, stride, 0, count, LANES // 2), KEEP)
-        else:
-            best = top_keys(split_keys(keys_ptr, column, stride, 0, count, LANES), KEEP)
-            for first in range(LANES, count, LANES):
-                found = top_keys(split_keys(keys_ptr, column, stride, first, count, LANES), KEEP)
-                best = top_keys(join_keys(best, found, FEW, KEEP), KEEP)
-        write_columns(
-            best, column, start, chunk, first_row, rows, head_tile, heads, heads_per_tile, rows_per_tile,
-            out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS,
-        )  # fmt: skip
+        for group in range(tl.program_id(1) * columns, (tl.program_id(1) + 1) * columns, FEW):
+            column = group + tl.arange(0, FEW)
+            if count <= LANES // 2:
+                best = top_keys(split_keys(keys_ptr, column, stride, 0, count, LANES // 2), KEEP)
+            else:
+                best = top_keys(split_keys(keys_ptr, column, stride, 0, count, LANES), KEEP)
+                for first in range(LANES, count, LANES):
+                    found = top_keys(split_keys(keys_ptr, column, stride, first, count, LANES), KEEP)
+                    best = top_keys(join_keys(best, found, FEW, KEEP), KEEP)
+            write_columns(
+                best, column, start, chunk, first_row, rows, head_tile, heads, heads_per_tile, rows_per_tile,
+                out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS,
+            )  # fmt: skip
