@@ -249,6 +249,25 @@ def test_writer_kernel(backend, format, spec):
 
 
 @interpreted
+def test_middles_of_every_scale(backend):
+    """Float32 keys at, just below and just above each middle between two e2m1, under every scale that a group can have."""
+    scales = torch.arange(1, 127).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]) * scales[:, None]
+    up, down = (torch.nextafter(middles, torch.tensor(to)) for to in (math.inf, 0.0))
+    # Sixteen keys with one of the largest, six times the scale, to fix it: seven middles, and as many of the neighbours.
+    groups = [torch.cat((middles, near, scales[:, None] * torch.tensor([6.0, -6.0])), 1) for near in (up, -down)]
+    keys = torch.cat(groups).flatten()
+    keys = torch.cat((keys, torch.zeros(-len(keys) % 128))).view(-1, 128)
+    caches = [cache_of("nvfp4", SPEC) for _ in range(2)]
+    caches[0].store_tokens(keys, torch.arange(len(keys)))
+    backend.write(caches[1], keys, torch.arange(len(keys)))
+    assert torch.equal(caches[1].data, caches[0].data)
+    codes = caches[1].data.reshape(-1, 72)[: len(keys), :64].flatten()[: 126 * 8]
+    found = torch.stack((codes & 7, codes >> 4 & 7), 1).view(126, 16).tolist()
+    assert found == [[0, 2, 2, 4, 4, 6, 6, 1, 2, 3, 4, 5, 6, 7, 7, 7]] * 126
+
+
+@interpreted
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_writer_kernel_keeps_nan(backend, format):
     keys = torch.ones(4, 128)

@@ -15,7 +15,6 @@ from lightning_indexer.kernels.formats import e4m3_code, float_of
 
 GROUP = tl.constexpr(cache.GROUP)
 MIDDLES = tl.constexpr(tuple(middle for middle, _ in cache.E2M1_MIDDLES))
-LOWER_IS_EVEN = tl.constexpr(tuple(even for _, even in cache.E2M1_MIDDLES))
 FULL_TURN = tl.constexpr(2 * math.pi)
 ONE_TURN = tl.constexpr(1 / (2 * math.pi))
 
@@ -57,15 +56,22 @@ def fp8_code(values, FNUZ: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def e2m1_code(magnitudes):
-    """Non-negative float32 to the nearest e2m1 code 0 to 7, ties to the even one; NaN to 0."""
-    code = (magnitudes < 0).to(tl.int32)  # 0
-    for middle in tl.static_range(7):
-        if LOWER_IS_EVEN[middle]:
-            code += (magnitudes > MIDDLES[middle]).to(tl.int32)
-        else:
-            code += (magnitudes >= MIDDLES[middle]).to(tl.int32)
-    return code
+def e2m1_code(magnitudes, scales):
+    """Codes 0 to 7 of the e2m1 nearest to float32 `magnitudes / scales`, ties to the even one; 0 for NaN, or a scale of 0.
+
+    As after a division rounded to float32, but by comparing with multiples of the scale: the middle between two e2m1 has three
+    bits and an e4m3 scale four, so the products are exact, and a quotient is rounded to a middle only if it is one.
+    """
+    scales = tl.where(scales == 0, float("inf"), scales)
+    third = magnitudes >= MIDDLES[3] * scales
+    second = magnitudes >= tl.where(third, MIDDLES[5] * scales, MIDDLES[1] * scales)
+    middle = tl.where(
+        third,
+        tl.where(second, MIDDLES[6] * scales, MIDDLES[4] * scales),
+        tl.where(second, MIDDLES[2] * scales, MIDDLES[0] * scales),
+    )
+    # A tie with the next even code is that, one with the next odd code is not.
+    return tl.where(third, 4, 0) + tl.where(second, 2, 0) + (magnitudes > middle).to(tl.int32)
 
 
 @triton.jit
@@ -74,10 +80,8 @@ def store_nvfp4(keys, place, inside, ROWS: tl.constexpr, DIM: tl.constexpr, NATI
     groups = keys.reshape(ROWS, DIM // GROUP, GROUP)
     largest = tl.reduce(tl.abs(groups), 2, nan_max)
     scales = fp8_code(tl.div_rn(largest, 6.0), False, NATIVE)  # [ROWS, D / 16]
-    divisor = float_of(scales, False)[:, :, None]
-    magnitudes = tl.where(divisor == 0, 0.0, tl.div_rn(tl.abs(groups), tl.where(divisor == 0, 1.0, divisor)))
-    negative = groups.to(tl.int32, bitcast=True) < 0
-    codes = e2m1_code(magnitudes) + tl.where(negative, 8, 0)
+    sign = (groups.to(tl.int32, bitcast=True) >> 28) & 8
+    codes = e2m1_code(tl.abs(groups), float_of(scales, False)[:, :, None]) | sign
     even, odd = tl.split(codes.reshape(ROWS, DIM // 2, 2))
     pairs = (even | (odd << 4)).to(tl.uint8)
     tl.store(place[:, None] + tl.arange(0, DIM // 2)[None, :], pairs, mask=inside[:, None])
