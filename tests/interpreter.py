@@ -131,6 +131,7 @@ def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16, ven
             patch.setattr(module, "device_facts", lambda device: facts, raising=False)
             patch.setattr(module, "decode_programs", lambda facts, packed: programs, raising=False)
         patch.setattr(triton_backend, "CANDIDATES", sorts)
+        patch.setattr(triton_backend, "MERGE_LANES", 2 * workspace.keys_kept(topk))
         patch.setattr(peer, "exchange_rehearsals", lambda facts: 2)
         patch.setattr(peer, "SENDERS", 1)  # programs run one after the other: what one waits for, no later one may send
         patch.setattr(triton_backend, "prefill_policy", prefill_policy)

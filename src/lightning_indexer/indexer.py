@@ -604,7 +604,8 @@ class ContextParallelIndexer:
             part = chunks if whole else chunks.part(first, some.stop - first)
             if batch.peer is not None:
                 batch.peer.prefill(q[some], cache, block_table, part, self.shard, batch.scratch, order, ids[:, some], dry)
-            elif batch.collective is not None:
+            else:
+                assert batch.collective is not None
                 heads = q[some] if q.shape[1] == spec.num_heads else batch.collective.gather_queries(q[some])
                 keys = batch.collective.candidates(len(heads))
                 backend.prefill_keys(heads, cache, block_table, part, spec, self.shard, keys, batch.scratch)

@@ -135,7 +135,7 @@ def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.const
     if pair == 1:
         all_of_one = tl.load(place + number[None, :], mask=there & (number < width)[None, :], other=0, cache_modifier=".cg")
         keys = tl.reshape(all_of_one, (1, KEEP * KEEP))
-    elif HALF > 0:
+    else:
         few = tl.arange(0, HALF)[None, :]
         inside = there & (few < width)
         of_one = tl.load(place + few, mask=inside, other=0, cache_modifier=".cg")

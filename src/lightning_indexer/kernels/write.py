@@ -60,7 +60,8 @@ def e2m1_code(magnitudes, scales):
     """Codes 0 to 7 of the e2m1 nearest to float32 `magnitudes / scales`, ties to the even one; 0 for NaN, or a scale of 0.
 
     As after a division rounded to float32, but by comparing with multiples of the scale: the middle between two e2m1 has three
-    bits and an e4m3 scale four, so the products are exact, and a quotient is rounded to a middle only if it is one.
+    bits and an e4m3 scale four, so the products are exact, and a quotient is rounded to a middle only if it is one. Where the
+    scale is 0 no magnitude is infinite.
     """
     scales = tl.where(scales == 0, float("inf"), scales)
     third = magnitudes >= MIDDLES[3] * scales
