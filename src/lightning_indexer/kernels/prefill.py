@@ -117,6 +117,22 @@ def store_first(best, head, row, wanted, out_ptr, head_stride, row_stride, kept,
 
 
 @triton.jit
+def write_best(
+    best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, BY_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write ids, or keys, of some rows and heads from their keys `best` `[columns, KEEP]`, descending."""
+    if KEYS:
+        store_first(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
+    else:
+        write_ids(
+            best, head, row, row, row, wanted,
+            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
+            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+        )  # fmt: skip
+
+
+@triton.jit
 def keep_page(
     best, queries, upper, lengths, visible, block, page, pages_ptr, page_stride, num_pages, scales_ptr, scales_stride,
     init_blocks, local_blocks,
@@ -299,13 +315,10 @@ def prefill_kernel(
             init_blocks, local_blocks, BLOCK, DIM, HIGHER, FORMAT, SCALED, NATIVE, True,
         )  # fmt: skip
     best = tl.maximum(best, 0)
-    if parts == 1 and KEYS:
-        store_first(top_keys(best, KEEP), head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
-    elif parts == 1:
-        write_ids(
-            top_keys(best, KEEP), head, row, row, lengths, wanted,
-            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
-            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
+    if parts == 1:
+        write_best(
+            top_keys(best, KEEP), head, row, wanted,
+            out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS,
         )  # fmt: skip
     else:
         width = split_width(pages, parts, KEEP)
@@ -326,19 +339,14 @@ def write_columns(
     out_ptr, out_head_stride, out_row_stride, topk,
     BLOCK: tl.constexpr, KEEP: tl.constexpr, HIGHER: tl.constexpr, BY_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write ids, or keys, of some columns of a tile from their keys `best` `[columns, KEEP]`, descending."""
+    """As `write_best`, of some columns of a tile by their numbers in it."""
     head = head_tile * heads_per_tile + column % heads_per_tile
     chunk_row = first_row + column // heads_per_tile
     row = start + chunk_row
     wanted = (column < rows_per_tile * heads_per_tile) & (head < heads) & (chunk_row < chunk) & (row < rows)
-    if KEYS:
-        store_first(best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, KEEP)
-    else:
-        write_ids(
-            best, head, row, row, row, wanted,
-            out_ptr, out_head_stride, out_row_stride, topk, out_ptr, 0, 0, out_ptr, 0, 0, out_ptr, 0, 0, 0,
-            BLOCK, KEEP, HIGHER, BY_BLOCK, 0,
-        )  # fmt: skip
+    write_best(
+        best, head, row, wanted, out_ptr, out_head_stride, out_row_stride, topk, BLOCK, KEEP, HIGHER, BY_BLOCK, KEYS
+    )  # fmt: skip
 
 
 @triton.jit(
