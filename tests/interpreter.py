@@ -117,8 +117,9 @@ def install() -> None:
 def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16, vendor: str = "nvidia") -> Iterator[None]:
     """A device with `programs` programs, behind the operators' public names; small sorts and prefill tiles, which are quick.
 
-    It has no instructions for 8-bit floats, as those cannot be interpreted; queries of 8 bits want another `vendor`. `topk`
-    is the most that a selection keeps: few candidates then take every route that many take on a GPU.
+    One of them stays idle in a step of less than three pages for each. It has no instructions for 8-bit floats, as those
+    cannot be interpreted; queries of 8 bits want another `vendor`. `topk` is the most that a selection keeps: few candidates
+    then take every route that many take on a GPU.
     """
     sorts = tuple(max(topk, size) for size in (16, 32, 64))
     facts = policy.DeviceFacts(vendor, (8, 0), programs)
@@ -129,7 +130,10 @@ def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16, ven
     with pytest.MonkeyPatch.context() as patch:
         for module in (ops, triton_backend, workspace, peer, indexer):
             patch.setattr(module, "device_facts", lambda device: facts, raising=False)
-            patch.setattr(module, "decode_programs", lambda facts, packed: programs, raising=False)
+            patch.setattr(module, "most_programs", lambda facts, packed: programs, raising=False)
+            patch.setattr(module, "decode_programs", lambda facts, packed, pages: programs, raising=False)
+            patch.setattr(module, "few_programs", lambda programs: max(1, programs - 1), raising=False)
+            patch.setattr(module, "many_pages", lambda programs: 3 * programs, raising=False)
         patch.setattr(triton_backend, "CANDIDATES", sorts)
         patch.setattr(triton_backend, "MERGE_LANES", 2 * workspace.keys_kept(topk))
         patch.setattr(peer, "exchange_rehearsals", lambda facts: 2)

@@ -180,8 +180,10 @@ def test_batch_of_64(pool):
         assert_same_rows(decode(inputs, order=order, plan=plan), want)
 
 
-def test_a_million_tokens(pool):
-    inputs = large_inputs(pool, [1_048_576])
+@pytest.mark.parametrize("more", [[], [700_000, 5, 300_001]])
+def test_a_million_tokens(pool, more):
+    """The second is a step of so many pages that more programs share them."""
+    inputs = large_inputs(pool, [1_048_576, *more])
     scores = score(inputs)
     assert_scores(inputs, scores)
     assert_same_rows(decode(inputs), torch_selection(inputs, scores))
@@ -526,6 +528,64 @@ def test_a01_padded_rows(call):
     assert chosen(captured.replay(live).cpu()) == sets
     assert chosen(captured.replay(dummy).cpu()) == [[set()] * 4] * 4
     assert chosen(decode(live).cpu()) == sets
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_what_the_kernels_right_before_write(pool, with_plan):
+    """Slow kernels of the same graph make queries and, without a plan, lengths; the writer makes keys. None may be missed."""
+    layers, tokens = 5, [9_000, 130, 70_000, 1]
+    generator = torch.Generator().manual_seed(5)
+    steps = [large_inputs(pool, [length + 200 * layer for length in tokens], query_len=2) for layer in range(layers)]
+    static = replace(steps[-1], q=steps[0].q.clone(), pages=pool.clone(), seq_lens=steps[0].seq_lens.clone())
+    cache = li.IndexCache.wrap(static.pages, SPEC, "bf16")
+    queries = torch.randn(layers, *static.q.shape, generator=generator).bfloat16().to(DEVICE)
+    keys = 3 * torch.randn(layers, 4 * BLOCK, DIM, generator=generator).to(DEVICE)
+    written = static.block_table[2, torch.arange(layers * 4).view(layers, 4)].long()  # of the longest request
+    slots = (written[..., None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten(1)
+    filler = torch.randn(4096, 4096, device=DEVICE)
+    out = torch.empty(layers, 4, len(static.q), TOPK, dtype=torch.int32, device=DEVICE)
+
+    def layer(number: int, plan: Any) -> Any:
+        static.q.fill_(NAN)
+        if plan is None:
+            static.seq_lens.zero_()
+        slow = (filler @ filler)[0, 0] * 0
+        if plan is None:
+            static.seq_lens.copy_(steps[number].seq_lens + slow.int())
+        if with_plan and plan is None:
+            plan = li.plan_step(static.seq_lens, spec=SPEC, max_seq_len=bound_of(static))
+        static.q.copy_(queries[number] + slow.bfloat16())
+        cache.write(keys[number] + slow, slots[number])
+        decode(static, out=out[number], plan=plan)
+        return plan
+
+    def step() -> None:
+        plan = None
+        for number in range(layers):
+            plan = layer(number, plan)
+
+    li.warmup(SPEC, device=DEVICE, query_lens=(2,))
+    step()
+    torch.cuda.synchronize()
+    want = []
+    static.pages.copy_(pool)
+    for number in range(layers):  # one after the other
+        cache.write(keys[number], slots[number])
+        seq_lens = steps[0 if with_plan else number].seq_lens
+        live = replace(static, q=queries[number], seq_lens=seq_lens)
+        torch.cuda.synchronize()
+        want.append(torch_selection(live, score(live)))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        static.pages.copy_(pool)
+        out.fill_(-77)
+        graph.replay()
+        torch.cuda.synchronize()
+        for number in range(layers):
+            assert_same_rows(out[number], want[number])
 
 
 def test_a02_more_rows_than_requests():

@@ -90,10 +90,10 @@ def test_shares_of_lists():
     assert plan.before.tolist() == [sum(counts[:request]) for request in range(5)]
     shares = plan.shares.tolist()
     assert [share[0] for share in shares] == [0, *(share[1] for share in shares[:-1])]
-    sizes = [end - first for first, end, *_ in shares]
+    sizes = [end - first for first, end, *_ in shares if end > first]
     assert sum(sizes) == sum(counts)
     assert max(sizes) - min(sizes) <= 1
-    for first, _, request, before, length, pages in shares:
+    for first, _, request, before, length, pages in shares[: len(sizes)]:
         assert before == sum(counts[:request]) <= first < before + pages
         assert (length, pages) == (inputs.seq_lens[request], counts[request])
 

@@ -625,10 +625,10 @@ class ContextParallelIndexer:
     ) -> StepPlan:
         """A plan yet to be made, in a micro-batch's memory."""
         shard = self._worked_shard
-        shares = batch.shares[: decode_programs(device_facts(self.device), packed)]
+        blocks = visible_blocks(longest, self.spec.block_size)
+        shares = batch.shares[: decode_programs(device_facts(self.device), packed, requests * blocks)]
         owned = held = None
         if shard.by == "page":
-            blocks = visible_blocks(longest, self.spec.block_size)
             owned = batch.owned[: 2 * requests * blocks].view(2, requests, blocks)
             held = batch.held[:requests]
         facts = shard, self.spec.block_size, unscored_blocks(self.spec, order), longest, threshold

@@ -318,7 +318,8 @@ def make_plan(
     if backend_of(device) is torch_backend:
         return StepPlan(None, None, *facts)
     if out is None:
-        programs = decode_programs(device_facts(device), packed)
+        pages = requests * visible_blocks(longest, spec.block_size)
+        programs = decode_programs(device_facts(device), packed, pages)
         shares = torch.empty(programs, SHARE_FIELDS, dtype=torch.int32, device=device)
         owned = held = None
         if shard.by == "page":

@@ -10,7 +10,15 @@ from lightning_indexer import triton_backend
 from lightning_indexer.cache import IndexCache
 from lightning_indexer.kernels import box as boxes
 from lightning_indexer.kernels import exchange as kernels
-from lightning_indexer.policy import decode_policy, device_facts, exchange_rehearsals, exchange_waiters, scorer_sends
+from lightning_indexer.policy import (
+    decode_policy,
+    device_facts,
+    exchange_rehearsals,
+    exchange_waiters,
+    few_programs,
+    many_pages,
+    scorer_sends,
+)
 from lightning_indexer.ranks import Ranks, gpu_name
 from lightning_indexer.rows import Chunks
 from lightning_indexer.spec import IndexerSpec, Shard
@@ -288,6 +296,8 @@ def _exchange(
         transport.ranks.rank,
         world,
         step.programs,
+        few_programs(step.programs),
+        many_pages(step.programs),
         transport.max_rows,
         waiters,
         exchange_rehearsals(device_facts(out.device)),

@@ -106,18 +106,43 @@ def device_facts(device: torch.device) -> DeviceFacts:
     return DeviceFacts(vendor, capability, properties.multi_processor_count)
 
 
-def decode_programs(facts: DeviceFacts, packed: bool) -> int:
-    """Persistent programs of the decode kernel per column tile, for keys of 8 bits or less (`packed`) or 16.
+def most_programs(facts: DeviceFacts, packed: bool) -> int:
+    """Most persistent programs of the decode kernel per column tile, for keys of 8 bits or less (`packed`) or 16.
 
-    Two per multiprocessor, or the power of two just below; four of packed keys. H200, 2026-11-29, bf16 pages of 32 KiB: two
-    programs with two pages in flight each beat one with five by 13 % at 34 MB. 256 programs beat 264 by 10 % at 1 x 131,072
-    (13.9 against 15.5 us) and lost nowhere more than 2 %: contexts are often a power of two, and then every share is equal.
-    2026-11-30, 4 M tokens, a kernel that only scores: fp8 took 135 us with 396 or 512 programs, 148 with 264; NVFP4 154 with
-    396, 148 with 528.
+    Two per multiprocessor; four of packed keys. H200, 2026-11-29, bf16 pages of 32 KiB: two programs with two pages in flight
+    each beat one with five by 13 % at 34 MB. 2026-11-30, 4 M tokens, a kernel that only scores: fp8 took 135 us with 396 or
+    512 programs, 148 with 264; NVFP4 154 with 396, 148 with 528.
     """
-    programs = (4 if packed else 2) * facts.processors
+    return (4 if packed else 2) * facts.processors
+
+
+def few_programs(programs: int) -> int:
+    """How many of so many programs share the pages of a step that has few: the power of two just below, or all.
+
+    Contexts are often a power of two: then every share is equal, and a row has no more candidates than its selection sorts at
+    once. H200, 2026-12-01, 256 programs against 264: 1 x 131,072 13.8 and 14.5 us, 8 x 65,536 34.0 and 35.9.
+    """
     even = 1 << (programs.bit_length() - 1)
     return even if 1.05 * even >= programs else programs
+
+
+def many_pages(programs: int) -> int:
+    """Pages of a step from which all programs share them.
+
+    Then every multiprocessor has as many programs, which is worth more. H200, 2026-12-01, 256 programs against 264: with 31
+    pages each 63.8 and 65.4 us, 62 122.1 and 121.4, 124 239.7 and 236.8, 248 475.5 and 468.2.
+    """
+    return 60 * programs
+
+
+def decode_programs(facts: DeviceFacts, packed: bool, pages: int) -> int:
+    """Programs to launch for a step that has up to `pages` pages.
+
+    Those that would stay idle whatever the lengths are left out: H200, 2026-12-01, 1 x 16,384 took 4.5 us with 256 programs,
+    4.9 with 264 of which 8 had nothing to do.
+    """
+    most = most_programs(facts, packed)
+    return most if pages >= many_pages(most) else few_programs(most)
 
 
 def exchange_waiters(facts: DeviceFacts, neighbours: int) -> int:

@@ -23,6 +23,8 @@ from lightning_indexer.policy import (
     decode_policy,
     decode_programs,
     device_facts,
+    few_programs,
+    many_pages,
     prefill_policy,
     write_policy,
 )
@@ -169,6 +171,8 @@ def plan_step(
         work.rank,
         work.world,
         programs,
+        few_programs(programs),
+        many_pages(programs),
         BLOCK=spec.block_size,
         AUTO=plan.threshold is not None,
         LISTED=plan.held is not None,
@@ -421,7 +425,8 @@ class Decode:
         facts, self.pages = device_facts(q.device), Pages.of(cache, q)
         shares = None if self.plan is None else self.plan.shares
         packed = is_packed(cache.format)
-        self.programs = decode_programs(facts, packed) if shares is None else len(shares)
+        pages = self.requests * visible_blocks(longest, spec.block_size)
+        self.programs = decode_programs(facts, packed, pages) if shares is None else len(shares)
         self.page_bytes = self.pages.data[0].numel() * self.pages.data.element_size()
         self.policy = decode_policy(facts, self.page_bytes, self.pages.constants["FORMAT"])
         if workspace is None:
@@ -463,6 +468,8 @@ class Decode:
             self.shard.rank,
             self.shard.world,
             self.cache.num_pages,
+            few_programs(self.programs),
+            many_pages(self.programs),
             units(q, 0),
             units(q, 1),
             units(self.pages.data, 0),
@@ -515,6 +522,8 @@ class Decode:
             self.shard.rank,
             self.shard.world,
             self.programs,
+            few_programs(self.programs),
+            many_pages(self.programs),
             *out.stride()[:2],
             *table_strides(sparse_table),
             BLOCK=spec.block_size,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.checks import check_int, require
-from lightning_indexer.policy import decode_programs, device_facts
+from lightning_indexer.policy import device_facts, most_programs
 from lightning_indexer.spec import IndexerSpec, Shard
 
 MAX_COLUMNS = 64  # query columns of a request (rows x heads) that share one pass over its pages
@@ -64,7 +64,7 @@ class Workspace:
         check_int("max_requests", max_requests, 1)
         check_int("max_columns", max_columns, 1)
         self.device = torch.empty(0, device=device).device
-        self.programs = decode_programs(device_facts(self.device), packed=True)  # the most there are
+        self.programs = most_programs(device_facts(self.device), packed=True)
         size = max(self._keys(spec, max_requests, columns) for columns in range(1, max_columns + 1))
         size = max(size, PREFILL_KEYS if prefill else 0)
         self.keys = torch.empty(size, dtype=torch.int64, device=self.device)

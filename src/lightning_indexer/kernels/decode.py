@@ -65,6 +65,12 @@ def request_pages(length, longest, free, rank, world, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def shares_of(total, programs, few, many):
+    """Shares that all pages are cut into: one for each program from `many` pages on, else `few`, and a page each at least."""
+    return tl.minimum(tl.where(total >= many, programs, few), total)
+
+
+@triton.jit
 def share_start(program, total, programs):
     """First page of a program's share."""
     return (program.to(tl.int64) * total // programs).to(tl.int32)
@@ -163,6 +169,8 @@ def prefetch_pages(pages_ptr, page_stride, num_pages, ids_ptr, first, last, worl
         "rank",
         "world",
         "programs",
+        "few",
+        "many",
     ],
     do_not_specialize_on_alignment=["shares_ptr", "before_ptr", "seq_lens_ptr", "tokens_ptr"],
 )
@@ -180,6 +188,8 @@ def plan_kernel(
     rank,
     world,
     programs,
+    few,  # see shares_of
+    many,
     BLOCK: tl.constexpr,
     AUTO: tl.constexpr,
     LISTED: tl.constexpr,
@@ -195,7 +205,7 @@ def plan_kernel(
         tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK))
         return
     total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-    used = tl.minimum(programs, total)
+    used = shares_of(total, programs, few, many)
     start = total
     end = total
     request = 0
@@ -355,6 +365,7 @@ def score_share(
     CARRY: tl.constexpr,
     STAGES: tl.constexpr,
     LISTED: tl.constexpr,
+    WAIT: tl.constexpr,  # for the kernel before, once the first segment's place is known
 ):
     """Candidates or scores of the pages of one program's share, for one column tile."""
     tl.static_assert(not (CARRY and SCALED))  # with CARRY `this_page` is the page that is loaded, not the one that is scored
@@ -377,6 +388,10 @@ def score_share(
     # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
     keys_ptr += (tile * (tl.num_programs(0) + requests) + tl.program_id(0)).to(tl.int64) * (COLUMNS * KEEP)
 
+    start = page
+    if WAIT:  # noqa: SIM102 (one is for the compiler, one for the program)
+        if (start >= end) & (tl.program_id(0) == 0):
+            tl.extra.cuda.gdc_wait()  # others without work leave; this launch must not end before the one before
     while page < end:
         length = tl.minimum(length, longest)
         if LISTED:
@@ -387,16 +402,25 @@ def score_share(
             first = page - before
             last = tl.minimum(end - before, pages)
             table_row = block_table_ptr + request.to(tl.int64) * block_table_stride
-            # One page id ahead, so that its load is never waited for; with CARRY also a page.
-            next_page = tl.load(table_row + first * world + rank)
-            if CARRY:
-                one, two, three = load_page(page_place(pages_ptr, next_page, page_stride, num_pages), BLOCK, DIM, FORMAT)
-                next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             blocks_row = blocks_ptr + request.to(tl.int64) * block_table_stride
             q_row = (request * query_len + wide // heads).to(tl.int64)
             q_head = (wide % heads).to(tl.int64)
             inside = (wide < query_len * heads)[None, :]
             places = q_ptr + (q_row * q_row_stride + q_head * q_head_stride)
+            held_lengths = causal_length(length, held // heads, query_len)
+            lengths = causal_length(length, token, query_len)
+            whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
+            visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
+            row = (request * query_len + token).to(tl.int64)
+            scores_place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
+            # One page id ahead, so that its load is never waited for; with CARRY also a page.
+            next_page = tl.load(table_row + first * world + rank)
+            if WAIT:  # noqa: SIM102 (one is for the compiler, one for the program)
+                if page == start:
+                    tl.extra.cuda.gdc_wait()
+            if CARRY:
+                one, two, three = load_page(page_place(pages_ptr, next_page, page_stride, num_pages), BLOCK, DIM, FORMAT)
+                next_page = tl.load(table_row + tl.minimum(first + 1, last - 1) * world + rank)
             if BOXED > 0:
                 sent = await_queries(
                     box, q_row, q_head, wide < query_len * heads, parity, query_words, query_half, owned, replicas, max_rows,
@@ -406,18 +430,12 @@ def score_share(
                 queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, True)
             else:
                 queries, upper = load_columns(places, inside, DIM, TYPE, FORMAT, False)
-            held_lengths = causal_length(length, held // heads, query_len)
-            lengths = causal_length(length, token, query_len)
-            whole = causal_length(length, 0, query_len) // BLOCK  # blocks that all columns see whole
-            visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
             best = no_keys(COLUMNS, KEEP)
             if visible_blocks(length, longest, BLOCK) <= free:
                 last = first
                 every = tl.arange(0, KEEP)[None, :] * world + rank
                 nothing = tl.zeros((COLUMNS, KEEP), tl.float32)
                 best = pack_keys(nothing, every, visible[:, None], init_blocks, local_blocks, HIGHER)
-            row = (request * query_len + token).to(tl.int64)
-            scores_place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
             recent = tl.zeros((WARPS, RECENT, HELD), tl.float32)
             oldest = first
             for index in tl.range(first, last, num_stages=STAGES):
@@ -459,7 +477,9 @@ def score_share(
                         blocks_row, rank, world, COLUMNS, KEEP, HIGHER, SCORES, LISTED,
                     )  # fmt: skip
             if not SCORES:
-                best = tl.maximum(largest_first(best, KEEP), 0)
+                if last - first > 1:
+                    best = largest_first(best, KEEP)
+                best = tl.maximum(best, 0)
                 tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, best)
         before += pages
         page = before
@@ -486,6 +506,8 @@ def score_share(
         "rank",
         "world",
         "num_pages",
+        "few",
+        "many",
         "q_row_stride",
         "q_head_stride",
         "page_stride",
@@ -544,6 +566,8 @@ def score_kernel(
     rank,  # with LISTED 0 of 1: all that is listed
     world,
     num_pages,
+    few,  # see shares_of
+    many,
     q_row_stride,  # these three in units of 16 bytes, so that the compiler knows that 16-byte loads are aligned
     q_head_stride,
     page_stride,
@@ -590,6 +614,9 @@ def score_kernel(
     page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
     if PLANNED:
         # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
+        # And older than the next kernel, which may find its own place meanwhile.
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         page, end, request, before, length, at_work = load_share(shares_ptr, program)
         if AUTO:
             rank = tl.where(at_work == 1, 0, rank)
@@ -612,14 +639,15 @@ def score_kernel(
                     PAGE_BYTES,
                     AHEAD,
                 )
+    alone = world == 1 if AUTO else False
     box = box_of(boxes_ptr, peer_rank) if BOXED > 0 else steps_ptr
-    if PDL:
-        # The kernel before may have written all else that is read here; the next kernel may already take its place on the GPU.
+    if PDL and not PLANNED:
+        # The kernel before may have written all that is read here, and by the next one before it waits.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if not PLANNED:
         total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-        used = tl.minimum(programs, total)
+        used = shares_of(total, programs, few, many)
         page = total
         end = total
         request = program * 0
@@ -631,15 +659,12 @@ def score_kernel(
             if requests > 1:
                 request, before = request_of(page, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
         length = tl.load(seq_lens_ptr + request * length_stride)
-    if COUNT:
-        # Loaded here and stored at the end: the first program has pages to score, too, and would wait for the load.
-        counter = steps_ptr + tl.where(world == 1, 1, 0) if AUTO else steps_ptr
-        counts = program + tile == 0
-        counted = tl.load(counter, mask=counts, other=0)
-    alone = world == 1 if AUTO else False
     parity = program * 0
     if BOXED > 0:
-        # Not from the count itself, which the first program is adding to.
+        if PDL and PLANNED:  # noqa: SIM102 (one is for the compiler, one for the program)
+            if alone == 0:
+                tl.extra.cuda.gdc_wait()
+        # Not from the count itself, which the first program adds to.
         parity = (tl.load(steps_ptr + 2, mask=alone == 0, other=0) + 1) & 1
         senders = tl.minimum(SENDERS, programs)
         if (program < senders) & (tile == 0) & (alone == 0) & (polls >= 0) & (peer_rank % replicas == 0):
@@ -672,6 +697,7 @@ def score_kernel(
             scores_head_stride, scores_row_stride,
             box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
             BLOCK, DIM, OWN_COLUMNS, KEEP, HIGHER, SCORES, 0, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
+            PDL and PLANNED,
         )  # fmt: skip
     else:
         score_share(
@@ -683,9 +709,11 @@ def score_kernel(
             scores_head_stride, scores_row_stride,
             box, parity, query_words, query_half, own_heads, replicas, max_rows, failed_ptr, report_ptr, polls,
             BLOCK, DIM, COLUMNS, KEEP, HIGHER, SCORES, BOXED, TYPE, FORMAT, SCALED, NATIVE, CARRY, STAGES, LISTED,
+            PDL and PLANNED and BOXED == 0,
         )  # fmt: skip
     if COUNT:
-        tl.store(counter, counted + count, mask=counts)
+        counter = steps_ptr + tl.where(world == 1, 1, 0) if AUTO else steps_ptr
+        tl.atomic_add(counter, count, mask=program + tile == 0, sem="relaxed")  # its result is not waited for
 
 
 @triton.jit
@@ -713,11 +741,11 @@ def row_place(
 
 @triton.jit
 def row_runs(
-    column, request, tokens, pages, before, total, requests, longest, free, columns, programs,
+    column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many,
     BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Where the candidates of a row's column lie: the first one's place, how many segments left some, and how many each."""
-    used = tl.maximum(tl.minimum(programs, total), 1)
+    used = tl.maximum(shares_of(total, programs, few, many), 1)
     total = tl.maximum(total, 1)
     owner = owner_of(before, total, used)
     segments = owner_of(before + pages - 1, total, used) - owner + 1
@@ -747,6 +775,8 @@ def seen_tokens(row, request, tokens, requests, query_len):
         "rank",
         "world",
         "programs",
+        "few",
+        "many",
         "out_head_stride",
         "out_row_stride",
         "attention_table_stride",
@@ -785,6 +815,8 @@ def select_kernel(
     rank,
     world,
     programs,
+    few,  # see shares_of
+    many,
     out_head_stride,
     out_row_stride,
     attention_table_stride,
@@ -816,7 +848,7 @@ def select_kernel(
     )
     column = (row % query_len) * heads + head
     place, runs, width = row_runs(
-        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, BLOCK, KEEP
+        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many, BLOCK, KEEP
     )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

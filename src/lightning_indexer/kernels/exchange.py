@@ -170,14 +170,14 @@ def awaited_count(steps_ptr, PDL: tl.constexpr):
 @triton.jit
 def item_runs(
     item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free, query_len,
-    heads, first_head, owned, columns, programs, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    heads, first_head, owned, columns, programs, few, many, BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """An item's head, by its number among the own or the others' and by that among all, and where its candidates lie."""
     number = item % per_row
     head = tl.where(own, first_head + number, number + tl.where(number >= first_head, owned, 0))
     column = (row % query_len) * tl.where(together, heads, owned) + tl.where(together, head, number)
     place, runs, width = row_runs(
-        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, BLOCK, KEEP
+        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many, BLOCK, KEEP
     )
     return number, head, place, runs, width
 
@@ -200,6 +200,8 @@ def item_runs(
         "rank",
         "world",
         "programs",
+        "few",
+        "many",
         "max_rows",
         "waiters",
         "rehearsals",
@@ -256,6 +258,8 @@ def exchange_kernel(
     rank,
     world,
     programs,
+    few,  # see shares_of
+    many,
     max_rows,
     waiters,
     rehearsals,  # programs that select before there is anything
@@ -329,7 +333,7 @@ def exchange_kernel(
     wide = tl.where(together, columns, own_columns)
     number, head, run_place, runs, width = item_runs(
         item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free, query_len,
-        heads, first_head, owned, wide, programs, BLOCK, KEEP,
+        heads, first_head, owned, wide, programs, few, many, BLOCK, KEEP,
     )  # fmt: skip
     begin = item
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
@@ -373,7 +377,7 @@ def exchange_kernel(
                 )  # fmt: skip
                 number, head, run_place, runs, width = item_runs(
                     item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free,
-                    query_len, heads, first_head, owned, wide, programs, BLOCK, KEEP,
+                    query_len, heads, first_head, owned, wide, programs, few, many, BLOCK, KEEP,
                 )  # fmt: skip
     if early != 0:
         count = awaited_count(steps_ptr, PDL)

@@ -39,8 +39,8 @@ def list_kernel(
     """See the module. A request without scores is one block of work for one rank, which selects it whole; no list is read."""
     request = tl.program_id(0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # plan_kernel, which waits for all of this
+        tl.extra.cuda.gdc_wait()
     visible = visible_blocks(tl.load(seq_lens_ptr + request * length_stride), longest, BLOCK)
     unscored = visible <= free
     listed = tl.where(unscored, 0, visible)

@@ -148,8 +148,8 @@ def write_kernel(
 ):
     """See the module."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     wide = row.to(tl.int64)
