@@ -103,6 +103,18 @@ def _indexing(old: Callable[..., None]) -> Callable[..., None]:
     return patch
 
 
+def _patching(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Each call of a device function patches the language, which its launch has done already: a third of the time."""
+
+    def patch(function: Any) -> Any:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+            return interpreter._LangPatchScope()  # nothing to take back
+        return old(function)
+
+    return patch
+
+
 def install() -> None:
     """Mend the interpreter of this process."""
     InterpreterBuilder.create_dot = _dot
@@ -111,6 +123,10 @@ def install() -> None:
     interpreter.ReduceOps.generic_reduce = _reducing(interpreter.ReduceOps.generic_reduce)
     tl.topk, tl.sort = topk, sort
     interpreter._patch_lang_tensor = _indexing(interpreter._patch_lang_tensor)
+    interpreter._patch_lang = _patching(interpreter._patch_lang)
+    # Whether 32-bit sums overflow is computed and, but for debugging, thrown away: another third.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
 
 @contextmanager
