@@ -365,7 +365,7 @@ def build(target: Target, launch: Launch) -> dict[str, Any]:
         reason = next((line for line in lines if "fatal" in line), lines[-1])
         return {"error": f"{type(error).__name__}: {reason}"}
     usage = cuda_usage(kernel.asm["cubin"]) if target.gpu.backend == "cuda" else hip_usage(kernel.asm["amdgcn"])
-    waits = target.gpu.backend == "cuda" and "griddepcontrol" in kernel.asm["ptx"]
+    waits = target.gpu.backend == "cuda" and "griddepcontrol.wait" in kernel.asm["ptx"]
     return {**usage, "shared": kernel.metadata.shared, "waits": waits, "seconds": time.perf_counter() - begun}
 
 

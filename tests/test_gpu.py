@@ -182,11 +182,13 @@ def test_batch_of_64(pool):
 
 @pytest.mark.parametrize("more", [[], [700_000, 5, 300_001]])
 def test_a_million_tokens(pool, more):
-    """The second is a step of so many pages that more programs share them."""
+    """The second is a step of so many pages that all programs share them."""
     inputs = large_inputs(pool, [1_048_576, *more])
     scores = score(inputs)
     assert_scores(inputs, scores)
-    assert_same_rows(decode(inputs), torch_selection(inputs, scores))
+    want = torch_selection(inputs, scores)
+    assert_same_rows(decode(inputs), want)
+    assert_same_rows(decode(inputs, plan=li.plan_step(inputs.seq_lens, spec=SPEC, max_seq_len=bound_of(inputs))), want)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8], ids=lambda world: f"P{world}")
@@ -532,7 +534,7 @@ def test_a01_padded_rows(call):
 
 @pytest.mark.parametrize("with_plan", [False, True])
 def test_what_the_kernels_right_before_write(pool, with_plan):
-    """Slow kernels of the same graph make queries and, without a plan, lengths; the writer makes keys. None may be missed."""
+    """Layers in one graph, each with queries, keys and, without a plan, lengths that the kernels right before it wrote."""
     layers, tokens = 5, [9_000, 130, 70_000, 1]
     generator = torch.Generator().manual_seed(5)
     steps = [large_inputs(pool, [length + 200 * layer for length in tokens], query_len=2) for layer in range(layers)]

@@ -372,7 +372,8 @@ class ContextParallelIndexer:
             max_seq_len: B times the columns of their block table, if that is less than the indexer's `max_seq_len`.
             cache_format: format of their cache.
             block_table: `[R, max_blocks]` int32, theirs, and a bound as `max_seq_len` is one; needed with
-                `shard_by="page"` only, where it must not change before the step's last `decode`.
+                `shard_by="page"` only. Given or not, it must be written before this call and not change before the step's
+                last `decode`.
             out: an earlier plan, made anew in place.
             micro_batch: make it in this one's memory, where a graph finds it again, in the place of `out`. It lasts until the
                 memory's next plan, which a `decode` without a plan makes.
@@ -448,7 +449,8 @@ class ContextParallelIndexer:
             order: "score" (the total order) or "block" (ascending ids).
             sparse_table: filled for the owned heads as well.
             out: `[h, T, K]` int32, last dim contiguous.
-            plan: `plan_step` of the same lengths, and by page the same table, shared by all layers of a step.
+            plan: `plan_step` of the same lengths, shared by all layers of a step, and made when the table was already
+                written; by page of this very table.
             micro_batch: whose memory to use; steps that may overlap need different ones, the same on every rank.
 
         Returns:

@@ -230,7 +230,8 @@ def decode(
         order, sparse_table: as in `merge_keys`.
         out: `[H, T, K]` int32; any strides with a contiguous last dim, so a token-major buffer may be passed
             transposed.
-        plan: on a GPU, `plan_step` of the same lengths, shared by all layers of a step.
+        plan: on a GPU, `plan_step` of the same lengths, shared by all layers of a step, and made when the table was already
+            written.
         workspace: on a GPU, scratch to use instead of new memory.
 
     Returns:
@@ -269,7 +270,8 @@ def plan_step(
     """What `decode` derives from the lengths, for all layers of a step: an even split of the pages over the GPU.
 
     Optional: `decode` without a plan computes the same in every call. A plan is good for the lengths it was made from; those
-    and the block table must not change between this call and the `decode` calls, which read them early. A shard by page
+    and the block tables of the `decode` calls, which read them early, must be written before this call and not change until
+    the last of them. A shard by page
     has the plan list its pages of each request: 8 bytes for each block of the bound.
 
     Args:

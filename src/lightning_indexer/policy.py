@@ -138,9 +138,10 @@ def many_pages(programs: int) -> int:
 def decode_programs(facts: DeviceFacts, packed: bool, pages: int) -> int:
     """Programs to launch for a step that has up to `pages` pages.
 
-    Those that would stay idle whatever the lengths are left out: H200, 2026-12-01, 1 x 16,384 took 4.5 us with 256 programs,
-    4.9 with 264 of which 8 had nothing to do. Of packed keys never all: fp8, 32 x 131,072, 134 us with 512 programs, 147 with
-    528. (Four take every register of a multiprocessor; where another launch is still on it, the fourth probably has to wait.)
+    Those that would stay idle whatever the lengths up to that bound are left out: H200, 2026-12-01, 1 x 16,384 took 4.5 us
+    with 256 programs, 4.9 with 264 of which 8 had nothing to do. Of packed keys never all: fp8, 32 x 131,072, 134 us with 512
+    programs, 147 with 528. (Four take every register of a multiprocessor; where another launch is still on it, the fourth
+    probably has to wait.)
     """
     most = most_programs(facts, packed)
     return most if not packed and pages >= many_pages(most) else few_programs(most)

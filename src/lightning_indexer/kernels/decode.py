@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode: score the blocks of all requests, spread evenly over the GPU, then select, one program per row and head.
 
-Work is counted in pages. The pages of all requests, one request behind the other, are cut into as many equal runs as there
-are programs (a *share* each), so lengths that differ by any factor keep every program busy to the end. A program of
+Work is counted in pages. The pages of all requests, one request behind the other, are cut into as many equal runs as
+programs work (a *share* each; `shares_of`), so lengths that differ by any factor keep all busy to the end. A program of
 `score_kernel` walks its share: for each request in it (a *segment*) it streams pages, scores them for all query columns of the
 request, and keeps the KEEP best keys per column in registers, which it leaves in scratch at the segment's end. A program of
 `select_kernel` merges what the segments of its row's request left. The key order is total, so neither the cut nor the
@@ -13,7 +13,8 @@ maxima of its own tokens, so that no page waits for a barrier of the selection.
 
 Nothing waits for anything within a launch, but a rank's programs for queries that other ranks send (`kernels.exchange`). On
 GPUs with programmatic dependent launch the second kernel is on the GPU while the first still runs. A step plan
-(`plan_kernel`) saves both from finding shares and requests in every layer.
+(`plan_kernel`) saves both from finding shares and requests in every layer, and lets them find their place before they wait:
+`plan_kernel` never lets the next kernel in early, so plan, lengths and table are complete whenever one that uses them runs.
 
 Where pages are sharded, a rank's part of a request is no arithmetic progression of blocks, but a list (`kernels.owned`): pages
 are then counted along the lists, and with LISTED the kernels take a segment's pages and blocks from them.
@@ -203,30 +204,30 @@ def plan_kernel(
     if program >= programs:
         request = program - programs
         tl.store(before_ptr + request, pages_before(request, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK))
-        return
-    total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-    used = shares_of(total, programs, few, many)
-    start = total
-    end = total
-    request = 0
-    before = 0
-    if program < used:
-        start = share_start(program, total, used)
-        end = share_start(program + 1, total, used)
-        request, before = request_of(start, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
-    row = shares_ptr + program * SHARE
-    tl.store(row, start)
-    tl.store(row + 1, end)
-    tl.store(row + 2, request)
-    tl.store(row + 3, before)
-    tl.store(row + 4, tl.load(tokens_ptr + request * token_stride, mask=program < used, other=0))
-    if LISTED:
-        listed = tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0)
-        tl.store(row + 5, request_pages(listed, longest, free, rank, world, BLOCK))
     else:
-        tl.store(row + 5, world)
+        total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
+        used = shares_of(total, programs, few, many)
+        start = total
+        end = total
+        request = 0
+        before = 0
+        if program < used:
+            start = share_start(program, total, used)
+            end = share_start(program + 1, total, used)
+            request, before = request_of(start, seq_lens_ptr, length_stride, requests, longest, free, rank, world, BLOCK)
+        row = shares_ptr + program * SHARE
+        tl.store(row, start)
+        tl.store(row + 1, end)
+        tl.store(row + 2, request)
+        tl.store(row + 3, before)
+        tl.store(row + 4, tl.load(tokens_ptr + request * token_stride, mask=program < used, other=0))
+        if LISTED:
+            listed = tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0)
+            tl.store(row + 5, request_pages(listed, longest, free, rank, world, BLOCK))
+        else:
+            tl.store(row + 5, world)
     if PDL:
-        # score_kernel reads its row before it has waited for this kernel's end, though only once all programs have left.
+        # The next kernels read this before they have waited for this kernel's end, though only once all programs have left.
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -413,8 +414,9 @@ def score_share(
             visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
             row = (request * query_len + token).to(tl.int64)
             scores_place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
-            # One page id ahead, so that its load is never waited for; with CARRY also a page.
-            next_page = tl.load(table_row + first * world + rank)
+            # One page id ahead, so that its load is never waited for; with CARRY also a page. A list may be as young as the
+            # plan: not from the L1.
+            next_page = tl.load(table_row + first * world + rank, cache_modifier=".cg")
             if WAIT:  # noqa: SIM102 (one is for the compiler, one for the program)
                 if page == start:
                     tl.extra.cuda.gdc_wait()
@@ -613,8 +615,8 @@ def score_kernel(
     q_head_stride *= per_unit(q_ptr)
     page_stride = page_stride.to(tl.int64) * per_unit(pages_ptr)
     if PLANNED:
-        # Plan and table are older than the kernel before, which may still run: its place in the work, and hints, cost no time.
-        # And older than the next kernel, which may find its own place meanwhile.
+        # Plan and table are complete, though the kernel before may still run: its place in the work, and hints, cost no time.
+        # The next kernel may come and find its own.
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         page, end, request, before, length, at_work = load_share(shares_ptr, program)
@@ -724,8 +726,8 @@ def row_place(
     """A row's place among the candidates: its request, the request's tokens and pages, pages before it, all pages."""
     request = row // query_len
     if PLANNED:
-        before = tl.load(before_ptr + tl.minimum(request, requests))
-        total = tl.load(before_ptr + requests)
+        before = tl.load(before_ptr + tl.minimum(request, requests), cache_modifier=".cg")
+        total = tl.load(before_ptr + requests, cache_modifier=".cg")
     else:
         counted = tl.minimum(request, requests)
         before = pages_before(counted, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
@@ -733,7 +735,7 @@ def row_place(
     tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
     tokens = tl.minimum(tokens, longest)
     if LISTED:
-        pages = tl.load(before_ptr + tl.minimum(request + 1, requests)) - before
+        pages = tl.load(before_ptr + tl.minimum(request + 1, requests), cache_modifier=".cg") - before
     else:
         pages = request_pages(tokens, longest, free, rank, world, BLOCK)
     return request, tokens, pages, before, total
@@ -842,7 +844,7 @@ def select_kernel(
     """The first K of a row from its request's candidates."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    # Lengths and plan were there before score_kernel began: no need to wait for it yet.
+    # Without a plan score_kernel has waited before it let this kernel in; with one lengths and plan are complete.
     request, tokens, pages, before, total = row_place(
         row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED, LISTED
     )

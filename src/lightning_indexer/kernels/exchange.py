@@ -304,9 +304,9 @@ def exchange_kernel(
     row = item // per_row
     at_work = world
     rank_at_work = rank
-    # Lengths and plan were there before score_kernel began: no need to wait for it yet.
+    # Lengths and plan are complete: no need to wait for score_kernel yet.
     if AUTO:
-        at_work = tl.load(world_ptr)
+        at_work = tl.load(world_ptr, cache_modifier=".cg")
     request, tokens, pages, before, total = row_place(
         row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True, LISTED
     )
