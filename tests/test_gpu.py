@@ -532,62 +532,69 @@ def test_a01_padded_rows(call):
     assert chosen(decode(live).cpu()) == sets
 
 
+# Every program has pages, most have none, none has any.
+@pytest.mark.parametrize("tokens", [[9_000, 130, 70_000, 1], [9_000, 130, 300, 1], [0, 0, 0, 0]], ids=["many", "few", "none"])
 @pytest.mark.parametrize("with_plan", [False, True])
-def test_what_the_kernels_right_before_write(pool, with_plan):
-    """Layers in one graph, each with queries, keys and, without a plan, lengths that the kernels right before it wrote."""
-    layers, tokens = 5, [9_000, 130, 70_000, 1]
-    generator = torch.Generator().manual_seed(5)
-    steps = [large_inputs(pool, [length + 200 * layer for length in tokens], query_len=2) for layer in range(layers)]
-    static = replace(steps[-1], q=steps[0].q.clone(), pages=pool.clone(), seq_lens=steps[0].seq_lens.clone())
-    cache = li.IndexCache.wrap(static.pages, SPEC, "bf16")
-    queries = torch.randn(layers, *static.q.shape, generator=generator).bfloat16().to(DEVICE)
-    keys = 3 * torch.randn(layers, 4 * BLOCK, DIM, generator=generator).to(DEVICE)
-    written = static.block_table[2, torch.arange(layers * 4).view(layers, 4)].long()  # of the longest request
-    slots = (written[..., None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten(1)
-    filler = torch.randn(4096, 4096, device=DEVICE)
-    out = torch.empty(layers, 4, len(static.q), TOPK, dtype=torch.int32, device=DEVICE)
+def test_what_the_kernels_right_before_write(pool, with_plan, tokens):
+    """Queries, keys and, without a plan, lengths come late, from kernels that let the next one in early.
 
-    def layer(number: int, plan: Any) -> Any:
-        static.q.fill_(NAN)
-        if plan is None:
-            static.seq_lens.zero_()
-        slow = (filler @ filler)[0, 0] * 0
-        if plan is None:
-            static.seq_lens.copy_(steps[number].seq_lens + slow.int())
-        if with_plan and plan is None:
-            plan = li.plan_step(static.seq_lens, spec=SPEC, max_seq_len=bound_of(static))
-        static.q.copy_(queries[number] + slow.bfloat16())
-        cache.write(keys[number] + slow, slots[number])
-        decode(static, out=out[number], plan=plan)
-        return plan
+    Who reads them before its wait gets those of the layer before; what follows a layer must find them written, too.
+    """
+    from late_kernel import copy_late
+
+    layers, fresh = 5, 8  # pages that every layer's keys are written to
+    generator = torch.Generator().manual_seed(5)
+    static = large_inputs(pool, [max(length, 1) for length in tokens], query_len=2)
+    own = static.block_table[0, :fresh]
+    own.copy_(torch.arange(len(own), dtype=torch.int32))
+    static = replace(static, q=static.q.clone(), pages=pool.clone())
+    queries = torch.randn(layers, *static.q.shape, generator=generator).bfloat16().to(DEVICE)
+    keys = (3 * torch.randn(layers, fresh, BLOCK, DIM, generator=generator)).bfloat16().to(DEVICE)
+    seq_lens = lengths(*tokens).to(DEVICE)
+    changed = torch.stack([(seq_lens - layer).clamp(min=0) for layer in range(layers)])  # without a plan, from layer to layer
+    if with_plan:
+        changed = seq_lens.expand(layers, -1).contiguous()
+    out = torch.empty(layers, 4, len(static.q), TOPK, dtype=torch.int32, device=DEVICE)
+    found = torch.empty_like(queries)
 
     def step() -> None:
-        plan = None
-        for number in range(layers):
-            plan = layer(number, plan)
+        plan = li.plan_step(static.seq_lens, spec=SPEC, max_seq_len=bound_of(static)) if with_plan else None
+        for layer in range(layers):
+            if not with_plan:
+                copy_late(static.seq_lens, changed[layer])
+            for page in range(fresh):
+                copy_late(static.pages[page], keys[layer, page])
+            copy_late(static.q, queries[layer])
+            decode(static, out=out[layer], plan=plan)
+            found[layer].copy_(static.q)
 
-    li.warmup(SPEC, device=DEVICE, query_lens=(2,))
-    step()
-    torch.cuda.synchronize()
+    def reset() -> None:
+        static.pages.copy_(pool)
+        static.q.fill_(NAN)
+        static.seq_lens.copy_(changed[0])
+        out.fill_(-77)
+
     want = []
-    static.pages.copy_(pool)
-    for number in range(layers):  # one after the other
-        cache.write(keys[number], slots[number])
-        seq_lens = steps[0 if with_plan else number].seq_lens
-        live = replace(static, q=queries[number], seq_lens=seq_lens)
+    reset()
+    for layer in range(layers):
+        static.pages[:fresh] = keys[layer]
+        live = replace(static, q=queries[layer], seq_lens=changed[layer])
         torch.cuda.synchronize()
         want.append(torch_selection(live, score(live)))
-        torch.cuda.synchronize()
+    reset()
+    step()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     for _ in range(5):
-        static.pages.copy_(pool)
-        out.fill_(-77)
+        reset()
+        found.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        for number in range(layers):
-            assert_same_rows(out[number], want[number])
+        assert torch.equal(found, queries)
+        for layer in range(layers):
+            assert_same_rows(out[layer], want[layer])
 
 
 def test_a02_more_rows_than_requests():

@@ -479,7 +479,7 @@ def score_share(
                         blocks_row, rank, world, COLUMNS, KEEP, HIGHER, SCORES, LISTED,
                     )  # fmt: skip
             if not SCORES:
-                if last - first > 1:
+                if last - first > 1:  # the first page's key took the first place
                     best = largest_first(best, KEEP)
                 best = tl.maximum(best, 0)
                 tl.store(keys_ptr + request.to(tl.int64) * (COLUMNS * KEEP) + slot_places, best)
@@ -643,11 +643,11 @@ def score_kernel(
                 )
     alone = world == 1 if AUTO else False
     box = box_of(boxes_ptr, peer_rank) if BOXED > 0 else steps_ptr
-    if PDL and not PLANNED:
-        # The kernel before may have written all that is read here, and by the next one before it waits.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if not PLANNED:
+        if PDL:
+            # The kernel before may have written all that is read here, and by the next one before it waits.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
         used = shares_of(total, programs, few, many)
         page = total
