@@ -390,6 +390,13 @@ def score_share(
     keys_ptr += (tile * (tl.num_programs(0) + requests) + tl.program_id(0)).to(tl.int64) * (COLUMNS * KEEP)
 
     start = page
+    # A list may be as young as the plan: not from the L1.
+    first_page = tl.load(
+        block_table_ptr + request.to(tl.int64) * block_table_stride + (page - before) * world + rank,
+        mask=page < end,
+        other=0,
+        cache_modifier=".cg",
+    )
     if WAIT:  # noqa: SIM102 (one is for the compiler, one for the program)
         if (start >= end) & (tl.program_id(0) == 0):
             tl.extra.cuda.gdc_wait()  # others without work leave; this launch must not end before the one before
@@ -399,6 +406,14 @@ def score_share(
             pages = listed
         else:
             pages = request_pages(length, longest, free, rank, world, BLOCK)
+        # What the next segment begins with is asked for a segment ahead.
+        more = before + pages < end
+        next_length = tl.load(seq_lens_ptr + (request + 1) * length_stride, mask=more, other=0)
+        next_first = tl.load(
+            block_table_ptr + (request + 1).to(tl.int64) * block_table_stride + rank, mask=more, other=0, cache_modifier=".cg"
+        )
+        if LISTED:
+            next_before = tl.load(before_ptr + request + 2, mask=more, other=0)
         if pages > 0:
             first = page - before
             last = tl.minimum(end - before, pages)
@@ -414,9 +429,8 @@ def score_share(
             visible = tl.where(wanted, block_count(lengths, BLOCK), 0)
             row = (request * query_len + token).to(tl.int64)
             scores_place = scores_ptr + head.to(tl.int64) * scores_head_stride + row * scores_row_stride
-            # One page id ahead, so that its load is never waited for; with CARRY also a page. A list may be as young as the
-            # plan: not from the L1.
-            next_page = tl.load(table_row + first * world + rank, cache_modifier=".cg")
+            # One page id ahead, so that its load is never waited for; with CARRY also a page.
+            next_page = first_page
             if WAIT:  # noqa: SIM102 (one is for the compiler, one for the program)
                 if page == start:
                     tl.extra.cuda.gdc_wait()
@@ -486,10 +500,10 @@ def score_share(
         before += pages
         page = before
         request += 1
-        if page < end:
-            length = tl.load(seq_lens_ptr + request * length_stride)
-            if LISTED:
-                listed = tl.load(before_ptr + request + 1) - before
+        length = next_length
+        first_page = next_first
+        if LISTED:
+            listed = next_before - before
 
 
 @triton.jit(
