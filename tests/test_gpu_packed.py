@@ -271,6 +271,27 @@ def test_writer(format, spec):
                 assert torch.equal(one, other)
 
 
+def test_nvfp4_of_every_bf16():
+    """The bytes that torch writes: under every scale all bf16 from an eighth of it on; every bf16 as a group's largest."""
+    every = torch.arange(0x8000, dtype=torch.int16).view(torch.bfloat16)  # infinity and NaN, too
+    groups = []
+    for scale in torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float():
+        below = every[(every >= scale / 8) & (every <= 6 * scale)]
+        below = torch.cat((below, torch.zeros(-len(below) % 15))).view(-1, 15).bfloat16()
+        groups.append(torch.cat(((6 * scale).expand(len(below), 1).bfloat16(), below), 1))
+    shares = torch.linspace(0, 1, 16)
+    groups.append((every.float()[:, None] * shares).bfloat16())
+    groups.append(torch.where(shares < 1, (shares - 0.5) * 100, every.float()[:, None]).bfloat16())
+    keys = torch.cat(groups)
+    keys[:, 1::2] = -keys[:, 1::2]
+    keys = torch.cat((keys, torch.zeros(-len(keys) % (BLOCK * DIM // 16), 16))).view(-1, DIM).bfloat16().to(DEVICE)
+    slots = torch.arange(len(keys), device=DEVICE)
+    wanted, got = (li.IndexCache.empty(len(keys) // BLOCK, SPEC, "nvfp4", DEVICE) for _ in range(2))
+    wanted.store_tokens(keys, slots)
+    got.write(keys, slots)
+    assert torch.equal(got.data, wanted.data)
+
+
 @pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])
 def test_norm_and_rotation(format, queries):

@@ -56,6 +56,7 @@ TILE_KEYS = 4096  # keys that a prefill tile holds in registers
 # tokens: 8 at once took 8 us longer after 131,072; 16 a program 2.3 us less with four heads and no prefix.
 MERGE_COLUMNS = (4, 16)
 MERGE_LANES = 128  # candidates of each that are sorted at once; no less than twice the largest K
+PAIRED_DIM = 128  # of keys whose NVFP4 rows are aligned to 8 bytes
 LIST_PROGRAMS = 4  # per multiprocessor, at least if the requests are long enough: all of them at once
 
 
@@ -762,6 +763,7 @@ def _write(
     written = made.view(torch.uint8) if made.element_size() == 1 else made
     units = (_unit(keys, 1), _unit(pages, 1), _unit(queries, queries.dim() - 1), _unit(written, written.dim() - 1))
     key_unit, page_unit, q_unit, out_unit = units
+    plain = format == "nvfp4" and rules is None and keys.dtype == torch.bfloat16
     write_kernels.write_kernel[(-(-rows // policy.rows), 1 + heads)](
         keys,
         slot_mapping,
@@ -800,6 +802,7 @@ def _write(
         ROTARY=0 if rules is None else rules.rotary_dim,
         OUT_FNUZ=made.dtype == torch.float8_e4m3fnuz,
         NATIVE=converts_e4m3(facts),
+        PAIRED=plain and dim == PAIRED_DIM and min(key_unit, page_unit) > 1 and converts_e4m3(facts),
         PDL=policy.pdl,
         **policy.options(),
     )
