@@ -137,7 +137,7 @@ def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16, ven
     cannot be interpreted; queries of 8 bits want another `vendor`. `topk` is the most that a selection keeps: few candidates
     then take every route that many take on a GPU.
     """
-    sorts = tuple(max(topk, size) for size in (16, 32, 64))
+    sorts = tuple(max(topk, size) for size in (8, 16, 32, 64))
     facts = policy.DeviceFacts(vendor, (8, 0), programs)
 
     def prefill_policy(*given: object) -> policy.PrefillPolicy:

@@ -428,6 +428,36 @@ def test_decode(name):
             assert_same_rows(candidates(inputs, shard), keys)
 
 
+@triton.jit
+def top_kernel(
+    source_ptr, out_ptr, runs, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, SOME: tl.constexpr, MANY: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    best = common.top_of(source_ptr, runs, width, stride, KEEP, FEW, SOME, MANY, MOST)
+    tl.store(out_ptr + tl.arange(0, KEEP)[None, :], best)
+
+
+@pytest.mark.parametrize("runs_and_width", [
+    (0, 16), (1, 1), (8, 16), (9, 15), (16, 16), (33, 16), (128, 4), (129, 4), (171, 3), (255, 4), (256, 4), (257, 4),
+    (257, 2), (256, 5), (300, 8), (512, 8), (513, 8), (513, 7), (256, 16), (300, 16), (520, 16),
+], ids=str)  # fmt: skip
+def test_best_of_runs(runs_and_width):
+    """Every way to the first 16 of so many runs of so many candidates, at the sizes that GPUs have."""
+    (runs, width), keep, stride = runs_and_width, 16, 16
+    generator = torch.Generator().manual_seed(runs * 16 + width)
+    for empty in (0.0, 0.5, 0.99):
+        keys = torch.randperm(1 << 16, generator=generator)[: runs * width].view(runs, width) + (1 << 40)
+        keys = torch.where(torch.rand(runs, width, generator=generator) < empty, 0, keys)
+        first = keys.argmax(1, keepdim=True)
+        keys = keys.scatter(1, first, keys[:, :1]).index_copy(1, torch.tensor([0]), keys.amax(1, keepdim=True))
+        source = torch.full((runs + 1, stride), 1 << 50)  # what no run has
+        source[:runs, :width] = keys
+        out = torch.empty(keep, dtype=torch.int64)
+        top_kernel[(1,)](source, out, runs, width, stride, keep, *triton_backend.CANDIDATES)
+        want = torch.nn.functional.pad(keys.flatten().sort(descending=True).values[:keep], (0, max(0, keep - keys.numel())))
+        assert torch.equal(out, want)
+
+
 # In the last two the 80 pages of the long request lie in 55 and 65 runs, which pairs do not divide: behind the 55 comes a run
 # of another request, and 33 pairs are one more than two sorts take.
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ ALIGNED = 16  # bytes
 WIDE_BYTES = 2  # of an element as the matrix unit takes it, which is what prefill holds of packed keys
 MATRIX_COLUMNS = 16  # the least of a matrix product
 # That one program sorts at once, by their number. H200, 2026-11-30: 512 of 1 x 65,536 in 8.6 us so, 10.4 by their runs; a sort
-# of 1,024 was no faster than by their runs.
-CANDIDATES = (128, 512, 1024)
+# of 1,024 was no faster than by their runs. 2026-12-01: 160 of 32 x 65,536 as 256 take 0.3 us less than as 512.
+CANDIDATES = (128, 256, 512, 1024)
 TILE_KEYS = 4096  # keys that a prefill tile holds in registers
 # Columns of a prefill tile that are merged at once, and of a program if each has few candidates. H200, 2026-11-30, 2,048
 # tokens: 8 at once took 8 us longer after 131,072; 16 a program 2.3 us less with four heads and no prefix.
@@ -530,8 +530,9 @@ class Decode:
             BLOCK=spec.block_size,
             KEEP=tiling.keep,
             FEW=CANDIDATES[0],
-            MANY=CANDIDATES[1],
-            MOST=CANDIDATES[2],
+            SOME=CANDIDATES[1],
+            MANY=CANDIDATES[2],
+            MOST=CANDIDATES[3],
             HIGHER=spec.tie_break == "higher",
             BY_BLOCK=order == "block",
             PARTS=table_parts(sparse_table, spec),

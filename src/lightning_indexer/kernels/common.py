@@ -106,6 +106,14 @@ def pair_heads(source, first, pair, runs, stride, LANES: tl.constexpr):
 
 
 @triton.jit
+def lanes_of(wanted, first, count, KEEP: tl.constexpr, LANES: tl.constexpr):
+    """The wanted of LANES lanes, numbered from `first` on, in places `count` and on of `[KEEP]`, 0 elsewhere; how many."""
+    place = count + tl.cumsum(wanted.to(tl.int32), 0) - 1
+    there = wanted[:, None] & (place[:, None] == tl.arange(0, KEEP)[None, :])
+    return tl.sum(tl.where(there, (first + tl.arange(0, LANES))[:, None], 0), 0), tl.sum(wanted.to(tl.int32))
+
+
+@triton.jit
 def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.constexpr):
     """As `top_of`, for many runs of candidates, each with its largest in the first place.
 
@@ -115,20 +123,19 @@ def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.const
     HALF: tl.constexpr = KEEP // 2
     pair = tl.where((runs > LANES) & (width <= HALF), 2, 1)
     pairs = (runs + pair - 1) // pair
-    best = top_keys(pair_heads(source, 0, pair, runs, stride, LANES)[None, :], KEEP)
+    # One load of the first LANES: another one of the same would take as long as a sort.
+    heads = pair_heads(source, 0, pair, runs, stride, LANES)
+    best = top_keys(heads[None, :], KEEP)
     for first in range(LANES, pairs, LANES):
         found = pair_heads(source, first, pair, runs, stride, LANES)
         best = top_keys(join_keys(best, top_keys(found[None, :], KEEP), 1, KEEP), KEEP)
     least = tl.maximum(tl.min(best), 1)  # 0 is no key
-    lane = tl.arange(0, LANES)
     number = tl.arange(0, KEEP)
-    chosen = number * 0
-    count = 0
-    for first in range(0, pairs, LANES):
-        wanted = pair_heads(source, first, pair, runs, stride, LANES) >= least
-        place = count + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        chosen += tl.sum(tl.where(wanted[:, None] & (place[:, None] == number[None, :]), (first + lane)[:, None], 0), 0)
-        count += tl.sum(wanted.to(tl.int32))
+    chosen, count = lanes_of(heads >= least, 0, 0, KEEP, LANES)
+    for first in range(LANES, pairs, LANES):
+        more, some = lanes_of(pair_heads(source, first, pair, runs, stride, LANES) >= least, first, count, KEEP, LANES)
+        chosen += more
+        count += some
     place = source + (chosen * pair)[:, None] * stride
     there = (number < count)[:, None]
     keys = tl.zeros((1, KEEP * KEEP), tl.int64)
@@ -146,19 +153,42 @@ def top_of_runs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
-def top_of(source, runs, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, MOST: tl.constexpr):
+def top_of_pairs(source, runs, width, stride, KEEP: tl.constexpr, LANES: tl.constexpr):
+    """As `top_of_runs`, for up to 2 * LANES runs of up to KEEP / 4 candidates: two runs count as one."""
+    QUARTER: tl.constexpr = max(1, KEEP // 4)
+    heads = pair_heads(source, 0, 2, runs, stride, LANES)
+    least = tl.maximum(tl.min(top_keys(heads[None, :], KEEP)), 1)  # 0 is no key
+    chosen, count = lanes_of(heads >= least, 0, 0, KEEP, LANES)
+    few = tl.arange(0, QUARTER)[None, :]
+    inside = (tl.arange(0, KEEP) < count)[:, None] & (few < width)
+    place = source + (chosen * 2)[:, None] * stride + few
+    of_one = tl.load(place, mask=inside, other=0, cache_modifier=".cg")
+    of_other = tl.load(place + stride, mask=inside & (chosen * 2 + 1 < runs)[:, None], other=0, cache_modifier=".cg")
+    return top_keys(tl.reshape(tl.join(of_one, of_other), (1, 2 * KEEP * QUARTER)), KEEP)
+
+
+@triton.jit
+def top_of(
+    source, runs, width, stride, KEEP: tl.constexpr, FEW: tl.constexpr, SOME: tl.constexpr, MANY: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
     """First KEEP of `runs` runs of `width` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
 
-    One sort of FEW or MANY, if they fit. Else a sort of MANY / 2 runs and one of what is in the best, if that fits; else sorts
-    of MOST, one after the other.
+    One sort of FEW, SOME or MANY, if they fit. Else a sort of MANY / 4 pairs of runs, or of MANY / 2 runs, and one of what is
+    in the best, if that fits; else sorts of MOST, one after the other.
     """
     count = runs * width
     if count <= FEW:
         best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
+    elif count <= SOME:
+        best = top_keys(candidates(source, tl.arange(0, SOME), count, width, stride)[None, :], KEEP)
     elif count <= MANY:
         best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
     elif KEEP * KEEP <= MANY // 2:
-        best = top_of_runs(source, runs, width, stride, KEEP, MANY // 2)
+        if (width * 4 <= KEEP) & (runs * 2 <= MANY):
+            best = top_of_pairs(source, runs, width, stride, KEEP, MANY // 4)
+        else:
+            best = top_of_runs(source, runs, width, stride, KEEP, MANY // 2)
     else:
         best = top_keys(candidates(source, tl.arange(0, MOST), count, width, stride)[None, :], KEEP)
         for first in range(MOST, count, MOST):

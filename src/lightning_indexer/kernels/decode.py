@@ -845,6 +845,7 @@ def select_kernel(
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
     FEW: tl.constexpr,  # candidates that are sorted at once, by their number
+    SOME: tl.constexpr,
     MANY: tl.constexpr,
     MOST: tl.constexpr,
     HIGHER: tl.constexpr,
@@ -869,7 +870,7 @@ def select_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    best = top_of(keys_ptr + place, runs, width, columns * KEEP, KEEP, FEW, MANY, MOST)
+    best = top_of(keys_ptr + place, runs, width, columns * KEEP, KEEP, FEW, SOME, MANY, MOST)
     if KEYS:
         lane = tl.arange(0, KEEP)
         place = out_ptr + head.to(tl.int64) * out_head_stride + row.to(tl.int64) * out_row_stride + lane

@@ -169,17 +169,21 @@ def awaited_count(steps_ptr, PDL: tl.constexpr):
 
 @triton.jit
 def item_runs(
-    item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free, query_len,
-    heads, first_head, owned, columns, programs, few, many, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    item, per_row, own, length_ptr, length_stride, before_ptr, requests, longest, free, query_len, heads, first_head, owned,
+    columns, rank, world, programs, few, many, BLOCK: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """An item's head, by its number among the own or the others' and by that among all, and where its candidates lie."""
+    """An item's row and head, and where its candidates lie; item number `item` of `per_row` own heads a row, or others'."""
+    row = item // per_row
     number = item % per_row
     head = tl.where(own, first_head + number, number + tl.where(number >= first_head, owned, 0))
-    column = (row % query_len) * tl.where(together, heads, owned) + tl.where(together, head, number)
+    request, tokens, pages, before, total = row_place(
+        row, length_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True, LISTED
+    )
+    column = (row % query_len) * heads + head
     place, runs, width = row_runs(
         column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many, BLOCK, KEEP
     )
-    return number, head, place, runs, width
+    return row, head, place, runs, width
 
 
 @triton.jit(
@@ -278,6 +282,7 @@ def exchange_kernel(
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
     FEW: tl.constexpr,
+    SOME: tl.constexpr,
     MANY: tl.constexpr,
     MOST: tl.constexpr,
     LANES: tl.constexpr,  # keys of all ranks that are merged at once
@@ -295,107 +300,94 @@ def exchange_kernel(
     Grid `(T * (H - h) + waiters,)`: a program for each row and head of another rank, then `waiters` for the own ones.
     """
     program = tl.program_id(0)
+    one = tl.zeros((1,), tl.int32)
+    # Lengths and plan are complete: no need to wait for score_kernel yet.
+    if AUTO:  # noqa: SIM102 (one is for the compiler, one for the program)
+        if tl.load(world_ptr, cache_modifier=".cg") == 1:
+            # Apart, and to the end: after a jump over what it does not need a program waits for instructions.
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            items = rows * owned
+            # The first programs take a turn before score_kernel has ended: with whatever is there, and writing nothing. It
+            # brings the code.
+            early = program < tl.minimum(rehearsals, items)
+            for turn in range(tl.where(early, program - tl.num_programs(0), program), items, tl.num_programs(0)):
+                item = tl.maximum(turn, 0)
+                row = item // owned
+                head = item % owned
+                request, tokens, pages, before, total = row_place(
+                    row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, 0, 1, BLOCK, True, False
+                )
+                place, runs, width = row_runs(
+                    row % query_len * owned + head, request, tokens, pages, before, total, requests, longest, free,
+                    own_columns, programs, few, many, BLOCK, KEEP,
+                )  # fmt: skip
+                if PDL:  # noqa: SIM102 (one is for the compiler, one for the program)
+                    if turn >= 0:
+                        tl.extra.cuda.gdc_wait()
+                best = top_of(keys_ptr + place, runs, width, own_columns * KEEP, KEEP, FEW, SOME, MANY, MOST)
+                write_ids(
+                    best, head + one, row + one, tl.minimum(request, requests - 1) + one,
+                    seen_tokens(row, request, tokens, requests, query_len) + one, one <= turn,
+                    out_ptr, out_head_stride, out_row_stride, topk,
+                    attention_table_ptr, attention_table_stride, attention_columns,
+                    table_ptr, table_head_stride, table_row_stride, context_ptr, context_head_stride, context_row_stride,
+                    attention_page_stride, BLOCK, KEEP, HIGHER, BY_BLOCK, PARTS,
+                )  # fmt: skip
+            return
+
     others = rows * (heads - owned)
     own = program >= others
     item = tl.where(own, program - others, program)
     stop = tl.where(own, rows * owned, item + 1)
-    step = waiters
     per_row = tl.where(own, owned, heads - owned)
-    row = item // per_row
-    at_work = world
-    rank_at_work = rank
-    # Lengths and plan are complete: no need to wait for score_kernel yet.
-    if AUTO:
-        at_work = tl.load(world_ptr, cache_modifier=".cg")
-    request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True, LISTED
-    )
-    if AUTO:
-        # Another item if this rank works alone. Loaded before that is known: one load after the other takes longer than a
-        # short scorer.
-        lone_row = program // owned
-        lone_request, lone_tokens, lone_pages, lone_before, total = row_place(
-            lone_row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, 0, 1, BLOCK, True, False
-        )
-        alone = at_work == 1
-        rank_at_work = tl.where(alone, 0, rank)
-        own = own | alone
-        item = tl.where(alone, program, item)
-        stop = tl.where(alone, rows * owned, stop)
-        step = tl.where(alone, tl.num_programs(0), step)
-        per_row = tl.where(alone, owned, per_row)
-        row = tl.where(alone, lone_row, row)
-        request = tl.where(alone, lone_request, request)
-        tokens = tl.where(alone, lone_tokens, tokens)
-        pages = tl.where(alone, lone_pages, pages)
-        before = tl.where(alone, lone_before, before)
-    together = at_work > 1
-    wide = tl.where(together, columns, own_columns)
-    number, head, run_place, runs, width = item_runs(
-        item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free, query_len,
-        heads, first_head, owned, wide, programs, few, many, BLOCK, KEEP,
-    )  # fmt: skip
     begin = item
+    row, head, run_place, runs, width = item_runs(
+        item, per_row, own, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, heads, first_head,
+        owned, columns, rank, world, programs, few, many, BLOCK, KEEP, LISTED,
+    )  # fmt: skip
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
-    if PDL:  # noqa: SIM102 (one is for the compiler, one for the program)
-        if SOLE | (at_work == 1):
-            tl.extra.cuda.gdc_launch_dependents()  # nobody whom somebody here will wait for needs the place
+    if PDL and SOLE:
+        tl.extra.cuda.gdc_launch_dependents()  # nobody whom somebody here will wait for needs the place
     # The first programs, one on each multiprocessor, go through a selection of nothing while score_kernel still runs, which
     # brings the code there.
     early = (program < rehearsals).to(tl.int32)
     count = program * 0
     if early == 0:
         count = awaited_count(steps_ptr, PDL)
-    one = tl.zeros((1,), tl.int32)
 
     while item < stop:
-        best = top_of(keys_ptr + run_place, tl.where(early == 0, runs, 0), width, wide * KEEP, KEEP, FEW, MANY, MOST)
-        if together:
-            if polls >= 0:
-                parity = count & 1  # the count may wrap
-                kept = tl.where(early == 0, topk, 0)
-                send_keys(best, head, row, boxes_ptr, parity, rank, world, owned, replicas, max_rows, topk, kept, KEEP)
-        else:
-            write_ids(
-                best, number + one, row + one, tl.minimum(request, requests - 1) + one,
-                seen_tokens(row, request, tokens, requests, query_len) + one, one == early,
-                out_ptr, out_head_stride, out_row_stride, topk,
-                attention_table_ptr, attention_table_stride, attention_columns,
-                table_ptr, table_head_stride, table_row_stride, context_ptr, context_head_stride, context_row_stride,
-                attention_page_stride, BLOCK, KEEP, HIGHER, BY_BLOCK, PARTS,
-            )  # fmt: skip
+        best = top_of(keys_ptr + run_place, tl.where(early == 0, runs, 0), width, columns * KEEP, KEEP, FEW, SOME, MANY, MOST)
+        if polls >= 0:
+            kept = tl.where(early == 0, topk, 0)
+            send_keys(best, head, row, boxes_ptr, count & 1, rank, world, owned, replicas, max_rows, topk, kept, KEEP)
         if early != 0:
             count = awaited_count(steps_ptr, PDL)
             early = program * 0
         else:
-            item += step
-            row = item // per_row
+            item += waiters
             if item < stop:
-                request, tokens, pages, before, total = row_place(
-                    row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank_at_work, at_work,
-                    BLOCK, True, LISTED,
-                )  # fmt: skip
-                number, head, run_place, runs, width = item_runs(
-                    item, per_row, own, row, request, tokens, pages, before, total, together, requests, longest, free,
-                    query_len, heads, first_head, owned, wide, programs, few, many, BLOCK, KEEP,
+                row, head, run_place, runs, width = item_runs(
+                    item, per_row, own, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, heads,
+                    first_head, owned, columns, rank, world, programs, few, many, BLOCK, KEEP, LISTED,
                 )  # fmt: skip
     if early != 0:
         count = awaited_count(steps_ptr, PDL)
-    parity = count & 1
+    parity = count & 1  # the count may wrap
 
     if EMPTIED > 0:  # noqa: SIM102 (one is for the compiler, one for the program)
         # Also those that nobody here has scored or waited for: what comes after its place was emptied would stay.
-        if together & own & (polls >= 0):
+        if own & (polls >= 0):
             words = requests * query_len * owned * EMPTIED
-            for first in range(begin * CHUNK, words, step * CHUNK):
+            for first in range(begin * CHUNK, words, waiters * CHUNK):
                 place = first + tl.arange(0, CHUNK)
                 for group in range(world // replicas):
                     source = group * replicas
                     sent = query_place(query_words, query_half, parity, source, 0, 0, owned, max_rows, EMPTIED) + place
                     take_words(own_box + sent, place < words, source + place * 0, failed_ptr, report_ptr, polls)
 
-    if together & own:
-        for mine in range(begin, stop, step):
+    if own:
+        for mine in range(begin, stop, waiters):
             row = mine // owned
             request = row // query_len
             tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
