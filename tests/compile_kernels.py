@@ -38,7 +38,7 @@ from lightning_indexer.spec import IndexerSpec, Shard
 # Bytes of stack on sm_90. The prefill kernel is held to 128 registers so that two programs fit a multiprocessor, and
 # spills this much in its final sort; without the limit it is 20 % slower (docs/performance.md). The others put a few addresses
 # there, outside their loops.
-STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 72}
+STACK_ALLOWED = {"prefill_kernel": 64, "merge_splits_kernel": 8, "exchange_kernel": 24}
 # With keys of 8 bits and less, the same limit costs the prefill kernel some more, and lets four programs of the scorer onto a
 # multiprocessor; it puts a little there for its sort, which runs once in 16 pages.
 PACKED_STACK_ALLOWED = {"prefill_kernel": 424, "score_kernel": 128}

@@ -200,6 +200,8 @@ def plan_kernel(
     program = tl.program_id(0)
     if LISTED and PDL:
         tl.extra.cuda.gdc_wait()  # for the lists
+    lane = tl.arange(0, LENGTHS)
+    tokens = tl.load(tokens_ptr + lane * token_stride, mask=lane < requests, other=0)  # with those lengths, not behind them
     rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, free, threshold, rank, world, BLOCK, AUTO)
     if program >= programs:
         request = program - programs
@@ -220,7 +222,10 @@ def plan_kernel(
         tl.store(row + 1, end)
         tl.store(row + 2, request)
         tl.store(row + 3, before)
-        tl.store(row + 4, tl.load(tokens_ptr + request * token_stride, mask=program < used, other=0))
+        length = tl.sum(tl.where(lane == request, tokens, 0))
+        if requests > LENGTHS:
+            length = tl.load(tokens_ptr + request * token_stride)
+        tl.store(row + 4, tl.where(program < used, length, 0))
         if LISTED:
             listed = tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0)
             tl.store(row + 5, request_pages(listed, longest, free, rank, world, BLOCK))
@@ -389,14 +394,19 @@ def score_share(
     # Segments are numbered program + request: along the pages one or the other grows from each segment to the next.
     keys_ptr += (tile * (tl.num_programs(0) + requests) + tl.program_id(0)).to(tl.int64) * (COLUMNS * KEEP)
 
+    # A segment's length is asked for two segments ahead, its first page one ahead, so that neither is waited for. They may be
+    # as young as the plan: not from the L1.
     start = page
-    # A list may be as young as the plan: not from the L1.
     first_page = tl.load(
         block_table_ptr + request.to(tl.int64) * block_table_stride + (page - before) * world + rank,
         mask=page < end,
         other=0,
         cache_modifier=".cg",
     )
+    follows = (page < end) & (request + 1 < requests)
+    next_length = tl.load(seq_lens_ptr + (request + 1) * length_stride, mask=follows, other=0, cache_modifier=".cg")
+    if LISTED:
+        next_end = tl.load(before_ptr + request + 2, mask=follows, other=0, cache_modifier=".cg")
     if WAIT:  # noqa: SIM102 (one is for the compiler, one for the program)
         if (start >= end) & (tl.program_id(0) == 0):
             tl.extra.cuda.gdc_wait()  # others without work leave; this launch must not end before the one before
@@ -406,14 +416,21 @@ def score_share(
             pages = listed
         else:
             pages = request_pages(length, longest, free, rank, world, BLOCK)
-        # What the next segment begins with is asked for a segment ahead.
-        more = before + pages < end
-        next_length = tl.load(seq_lens_ptr + (request + 1) * length_stride, mask=more, other=0)
-        next_first = tl.load(
-            block_table_ptr + (request + 1).to(tl.int64) * block_table_stride + rank, mask=more, other=0, cache_modifier=".cg"
-        )
         if LISTED:
-            next_before = tl.load(before_ptr + request + 2, mask=more, other=0)
+            next_pages = next_end - before - pages
+        else:
+            next_pages = request_pages(next_length, longest, free, rank, world, BLOCK)
+        follows = before + pages < end
+        next_first = tl.load(
+            block_table_ptr + (request + 1).to(tl.int64) * block_table_stride + rank,
+            mask=follows & (next_pages > 0),
+            other=0,
+            cache_modifier=".cg",
+        )
+        follows &= request + 2 < requests
+        after_length = tl.load(seq_lens_ptr + (request + 2) * length_stride, mask=follows, other=0, cache_modifier=".cg")
+        if LISTED:
+            after_end = tl.load(before_ptr + request + 3, mask=follows, other=0, cache_modifier=".cg")
         if pages > 0:
             first = page - before
             last = tl.minimum(end - before, pages)
@@ -501,9 +518,11 @@ def score_share(
         page = before
         request += 1
         length = next_length
+        next_length = after_length
         first_page = next_first
         if LISTED:
-            listed = next_before - before
+            listed = next_pages
+            next_end = after_end
 
 
 @triton.jit(
@@ -746,7 +765,8 @@ def row_place(
         counted = tl.minimum(request, requests)
         before = pages_before(counted, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
         total = pages_before(requests, seq_lens_ptr, length_stride, longest, free, rank, world, BLOCK)
-    tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0)
+    modifier: tl.constexpr = ".cg" if PLANNED else ""  # without a plan it has just been loaded
+    tokens = tl.load(seq_lens_ptr + request * length_stride, mask=request < requests, other=0, cache_modifier=modifier)
     tokens = tl.minimum(tokens, longest)
     if LISTED:
         pages = tl.load(before_ptr + tl.minimum(request + 1, requests), cache_modifier=".cg") - before

@@ -163,17 +163,17 @@ def quarters(words):
 
 
 @triton.jit
-def copy_nvfp4(source, place, inside, stored, DIM: tl.constexpr):
+def copy_nvfp4(source, place, wanted, stored, DIM: tl.constexpr):
     """As `store_nvfp4`, of keys that begin at `source` `[ROWS]`, bf16 aligned to 16 bytes: each thread has whole groups.
 
-    14 instructions an element where that takes 32, and nothing goes through shared memory. Keys that are `inside` are read,
-    those that are `stored` are written.
+    14 instructions an element where that takes 32, and nothing goes through shared memory. Reads the keys that are `wanted`,
+    and writes those that are `stored`.
     """
     group = tl.arange(0, DIM // GROUP)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + group[None, :] * (GROUP // 2)
     words = words[:, :, None] + tl.arange(0, 4)[None, None, :]
-    a, b, c, d = quarters(tl.load(words, mask=inside[:, None, None], other=0))
-    e, f, g, h = quarters(tl.load(words + 4, mask=inside[:, None, None], other=0))
+    a, b, c, d = quarters(tl.load(words, mask=wanted[:, None, None], other=0))
+    e, f, g, h = quarters(tl.load(words + 4, mask=wanted[:, None, None], other=0))
     largest = larger_pair(largest_of(a, b, c, d), largest_of(e, f, g, h))
     largest = nan_max((largest << 16).to(tl.float32, bitcast=True), (largest & -65536).to(tl.float32, bitcast=True))
     scale, factor, most = tl.inline_asm_elementwise(
@@ -274,11 +274,12 @@ def write_kernel(
     offset = slot % BLOCK
     source = keys_ptr + wide * (key_stride * KEY_UNIT)
     start = pages_ptr + page * (page_stride.to(tl.int64) * PAGE_UNIT) + offset * ROW
+    # One key does not wait for its slot. Of many a rank may have to store a part only.
+    wanted = inside if ROWS == 1 else stored
     if PAIRED:
-        copy_nvfp4(source, start, inside, stored, DIM)
+        copy_nvfp4(source, start, wanted, stored, DIM)
         return
-    # Keys that are not stored, too: so their load need not wait for the slots.
-    keys = tl.load(source[:, None] + dims[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    keys = tl.load(source[:, None] + dims[None, :], mask=wanted[:, None], other=0.0).to(tl.float32)
     if NORM:
         keys = normed(keys, k_weight_ptr, frequency_ptr, positions, eps, ROWS, DIM, ROTARY)
     if FORMAT == "plain":
