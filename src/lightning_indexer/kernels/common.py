@@ -175,17 +175,18 @@ def top_of(
     """First KEEP of `runs` runs of `width` candidates (laid out as in `candidates`), descending, `[1, KEEP]`.
 
     One sort of FEW, SOME or MANY, if they fit. Else a sort of MANY / 4 pairs of runs, or of MANY / 2 runs, and one of what is
-    in the best, if that fits; else sorts of MOST, one after the other.
+    in the best, if that fits; else sorts of MOST, one after the other. With SOME = FEW there are no pairs, either: less to
+    compile.
     """
     count = runs * width
     if count <= FEW:
         best = top_keys(candidates(source, tl.arange(0, FEW), count, width, stride)[None, :], KEEP)
-    elif count <= SOME:
+    elif (SOME > FEW) and (count <= SOME):
         best = top_keys(candidates(source, tl.arange(0, SOME), count, width, stride)[None, :], KEEP)
     elif count <= MANY:
         best = top_keys(candidates(source, tl.arange(0, MANY), count, width, stride)[None, :], KEEP)
     elif KEEP * KEEP <= MANY // 2:
-        if (width * 4 <= KEEP) & (runs * 2 <= MANY):
+        if (SOME > FEW) and ((width * 4 <= KEEP) & (runs * 2 <= MANY)):
             best = top_of_pairs(source, runs, width, stride, KEEP, MANY // 4)
         else:
             best = top_of_runs(source, runs, width, stride, KEEP, MANY // 2)

@@ -357,7 +357,7 @@ def exchange_kernel(
         count = awaited_count(steps_ptr, PDL)
 
     while item < stop:
-        best = top_of(keys_ptr + run_place, tl.where(early == 0, runs, 0), width, columns * KEEP, KEEP, FEW, SOME, MANY, MOST)
+        best = top_of(keys_ptr + run_place, tl.where(early == 0, runs, 0), width, columns * KEEP, KEEP, FEW, FEW, MANY, MOST)
         if polls >= 0:
             kept = tl.where(early == 0, topk, 0)
             send_keys(best, head, row, boxes_ptr, count & 1, rank, world, owned, replicas, max_rows, topk, kept, KEEP)
