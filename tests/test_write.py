@@ -336,6 +336,17 @@ def test_benchmark_of_writing(monkeypatch):
     assert bf16.as_json()["op"] == "write"
 
 
+def test_benchmark_lets_a_scale_and_a_code_round_to_the_other_side():
+    """A group's largest falls to one of two scales, and a number is less than a quarter of one, but not of the other."""
+    want, got = torch.zeros(100, 16), torch.zeros(100, 16)
+    want[7, 3], got[7, 3] = 6 * 0.34375, 6 * 0.3125
+    got[7, 0] = -0.5 * 0.3125
+    compare(got, want, "nvfp4", "keys")
+    got[7, 0] = -0.3125
+    with pytest.raises(WrongSelectionError, match=r"keys: row 7, dim 0: expected 0\.0, got -0\.3125"):
+        compare(got, want, "nvfp4", "keys")
+
+
 def test_benchmark_refuses_a_wrong_dim(monkeypatch):
     """One of 128 dims that is wrong in every row, and one number that is far off."""
     good = torch.randn(300, 128, generator=torch.Generator().manual_seed(10))
