@@ -130,6 +130,23 @@ def install() -> None:
 
 
 @contextmanager
+def reads_of(tensor: torch.Tensor) -> Iterator[set[int]]:
+    """Which elements of a contiguous tensor interpreted kernels read meanwhile, by their places."""
+    read: set[int] = set()
+    load = interpreter._interpreter.load
+    begin, size = tensor.data_ptr(), tensor.element_size()
+
+    def recorded(pointers: np.ndarray, mask: np.ndarray, *rest: Any) -> np.ndarray:
+        places = pointers[mask].astype(np.int64) - begin
+        read.update((places[(places >= 0) & (places < size * tensor.numel())] // size).tolist())
+        return load(pointers, mask, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter._interpreter, "load", recorded)
+        yield read
+
+
+@contextmanager
 def fake_device(programs: int, *, topk: int = 16, prefill_columns: int = 16, vendor: str = "nvidia") -> Iterator[None]:
     """A device with `programs` programs, behind the operators' public names; small sorts and prefill tiles, which are quick.
 

@@ -476,6 +476,32 @@ def test_many_runs_of_candidates(topk, programs, values):
     assert_same_rows(ids, selection(inputs, scores))
 
 
+@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize("shard", [Shard(), Shard(2, 4), Shard(1, 3, "page")], ids=str)
+def test_no_column_past_the_blocks_is_read(shard, programs):
+    """Of a request's row in the table a rank reads its own blocks that are seen; by page all, to know whose they are."""
+    tokens = [64 * 3, 0, 64 * 5 + 1, 1, 64, 64 * 9]
+    blocks = [3, 0, 6, 1, 1, 9]
+    inputs = random_inputs(spec_of(topk=2), tokens)
+    width, by_page = inputs.block_table.shape[1], shard.by == "page"
+    every = 1 if by_page else shard.world
+    seen = {r * width + block for r, count in enumerate(blocks) for block in range(shard.rank % every, count, every)}
+    cache = li.IndexCache.wrap(inputs.pages, inputs.spec)
+    keys = torch.empty(inputs.q.shape[1], len(inputs.q), 2, dtype=torch.int64)
+    step = inputs.q, cache, inputs.block_table, inputs.seq_lens, inputs.spec, 1, width * 64, shard, "score", keys
+    with interpreter.fake_device(programs), interpreter.reads_of(inputs.block_table) as read:
+        plan = li.plan_step(
+            inputs.seq_lens, spec=inputs.spec, max_seq_len=width * 64, shard=shard, block_table=inputs.block_table
+        )
+        assert read == (seen if by_page else set())
+        li.score_blocks(*inputs.arguments, **inputs.rules, shard=shard)
+        assert read == seen
+        for planned in (plan,) if by_page else (plan, None):
+            read.clear()
+            triton_backend.decode_keys(*step, planned, None)
+            assert read == (set() if by_page else seen)
+
+
 def test_plan_is_an_even_split():
     """Shares follow each other, differ by at most a page, and begin in the request that holds their first page.
 
