@@ -817,7 +817,10 @@ def test_prefill(name):
     inputs = random_inputs(spec, tokens, heads=case.heads, rows=rows, values=case.values)
     inputs.q[rows - case.padding :] = NAN
     with interpreter.fake_device(case.programs, topk=spec.topk, prefill_columns=case.columns):
-        got = prefill(inputs, bounds, case.order)
+        with interpreter.reads_of(inputs.block_table) as read:
+            got = prefill(inputs, bounds, case.order)
+        width = inputs.block_table.shape[1]
+        assert all(column < -(-tokens[request] // 64) for request, column in (divmod(place, width) for place in read))
         want = torch.full_like(got, -1)
         for request, (chunk, length) in enumerate(zip(case.chunks, tokens, strict=True)):
             if chunk:
