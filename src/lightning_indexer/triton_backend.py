@@ -764,7 +764,7 @@ def _write(
     written = made.view(torch.uint8) if made.element_size() == 1 else made
     units = (_unit(keys, 1), _unit(pages, 1), _unit(queries, queries.dim() - 1), _unit(written, written.dim() - 1))
     key_unit, page_unit, q_unit, out_unit = units
-    plain = format == "nvfp4" and rules is None and keys.dtype == torch.bfloat16
+    paired = format == "nvfp4" and rules is None and keys.dtype == torch.bfloat16 and dim == PAIRED_DIM
     write_kernels.write_kernel[(-(-rows // policy.rows), 1 + heads)](
         keys,
         slot_mapping,
@@ -803,7 +803,7 @@ def _write(
         ROTARY=0 if rules is None else rules.rotary_dim,
         OUT_FNUZ=made.dtype == torch.float8_e4m3fnuz,
         NATIVE=converts_e4m3(facts),
-        PAIRED=plain and dim == PAIRED_DIM and min(key_unit, page_unit) > 1 and converts_e4m3(facts),
+        PAIRED=paired and min(key_unit, page_unit) > 1 and converts_e4m3(facts),
         PDL=policy.pdl,
         **policy.options(),
     )
