@@ -820,7 +820,8 @@ def test_prefill(name):
         with interpreter.reads_of(inputs.block_table) as read:
             got = prefill(inputs, bounds, case.order)
         width = inputs.block_table.shape[1]
-        assert all(column < -(-tokens[request] // 64) for request, column in (divmod(place, width) for place in read))
+        chunks = [(request, -(-length // 64)) for request, length in enumerate(tokens) if case.chunks[request]]
+        assert read == {request * width + column for request, count in chunks for column in range(count)}
         want = torch.full_like(got, -1)
         for request, (chunk, length) in enumerate(zip(case.chunks, tokens, strict=True)):
             if chunk:

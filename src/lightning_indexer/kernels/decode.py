@@ -200,8 +200,6 @@ def plan_kernel(
     program = tl.program_id(0)
     if LISTED and PDL:
         tl.extra.cuda.gdc_wait()  # for the lists
-    lane = tl.arange(0, LENGTHS)
-    tokens = tl.load(tokens_ptr + lane * token_stride, mask=lane < requests, other=0)  # with those lengths, not behind them
     rank, world = ranks_at_work(seq_lens_ptr, length_stride, requests, longest, free, threshold, rank, world, BLOCK, AUTO)
     if program >= programs:
         request = program - programs
@@ -222,10 +220,7 @@ def plan_kernel(
         tl.store(row + 1, end)
         tl.store(row + 2, request)
         tl.store(row + 3, before)
-        length = tl.sum(tl.where(lane == request, tokens, 0))
-        if requests > LENGTHS:
-            length = tl.load(tokens_ptr + request * token_stride)
-        tl.store(row + 4, tl.where(program < used, length, 0))
+        tl.store(row + 4, tl.load(tokens_ptr + request * token_stride, mask=program < used, other=0))
         if LISTED:
             listed = tl.load(seq_lens_ptr + request * length_stride, mask=program < used, other=0)
             tl.store(row + 5, request_pages(listed, longest, free, rank, world, BLOCK))
@@ -414,11 +409,9 @@ def score_share(
         length = tl.minimum(length, longest)
         if LISTED:
             pages = listed
-        else:
-            pages = request_pages(length, longest, free, rank, world, BLOCK)
-        if LISTED:
             next_pages = next_end - before - pages
         else:
+            pages = request_pages(length, longest, free, rank, world, BLOCK)
             next_pages = request_pages(next_length, longest, free, rank, world, BLOCK)
         follows = before + pages < end
         next_first = tl.load(
@@ -752,11 +745,14 @@ def score_kernel(
 
 
 @triton.jit
-def row_place(
-    row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world,
-    BLOCK: tl.constexpr, PLANNED: tl.constexpr, LISTED: tl.constexpr,
+def row_runs(
+    row, head, heads, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, columns, rank, world,
+    programs, few, many, BLOCK: tl.constexpr, KEEP: tl.constexpr, PLANNED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """A row's place among the candidates: its request, the request's tokens and pages, pages before it, all pages."""
+    """Where the candidates of a row and one of `heads` scored heads lie.
+
+    The row's request, the request's tokens, the first candidate's place, how many segments left some, and how many each.
+    """
     request = row // query_len
     if PLANNED:
         before = tl.load(before_ptr + tl.minimum(request, requests), cache_modifier=".cg")
@@ -772,15 +768,7 @@ def row_place(
         pages = tl.load(before_ptr + tl.minimum(request + 1, requests), cache_modifier=".cg") - before
     else:
         pages = request_pages(tokens, longest, free, rank, world, BLOCK)
-    return request, tokens, pages, before, total
-
-
-@triton.jit
-def row_runs(
-    column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Where the candidates of a row's column lie: the first one's place, how many segments left some, and how many each."""
+    column = (row % query_len) * heads + head
     used = tl.maximum(shares_of(total, programs, few, many), 1)
     total = tl.maximum(total, 1)
     owner = owner_of(before, total, used)
@@ -789,7 +777,7 @@ def row_runs(
     width = tl.where(visible_blocks(tokens, longest, BLOCK) <= free, KEEP, width)
     first = (column // columns) * (programs + requests) + owner + request
     place = first.to(tl.int64) * (columns * KEEP) + (column % columns) * KEEP
-    return place, tl.where(pages > 0, segments, 0), width
+    return request, tokens, place, tl.where(pages > 0, segments, 0), width
 
 
 @triton.jit
@@ -880,13 +868,10 @@ def select_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     # Without a plan score_kernel has waited before it let this kernel in; with one lengths and plan are complete.
-    request, tokens, pages, before, total = row_place(
-        row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, PLANNED, LISTED
-    )
-    column = (row % query_len) * heads + head
-    place, runs, width = row_runs(
-        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many, BLOCK, KEEP
-    )
+    request, tokens, place, runs, width = row_runs(
+        row, head, heads, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, columns, rank, world,
+        programs, few, many, BLOCK, KEEP, PLANNED, LISTED,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

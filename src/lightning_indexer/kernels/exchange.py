@@ -33,7 +33,7 @@ import triton.language as tl
 
 from lightning_indexer.kernels.box import CHUNK, EMPTY, box_of, own_words, query_place, send_words, take_words
 from lightning_indexer.kernels.common import first_owned_head, owner_of_head, top_of, write_ids
-from lightning_indexer.kernels.decode import row_place, row_runs, seen_tokens
+from lightning_indexer.kernels.decode import row_runs, seen_tokens
 from lightning_indexer.kernels.key import join_keys, top_keys
 
 
@@ -168,22 +168,11 @@ def awaited_count(steps_ptr, PDL: tl.constexpr):
 
 
 @triton.jit
-def item_runs(
-    item, per_row, own, length_ptr, length_stride, before_ptr, requests, longest, free, query_len, heads, first_head, owned,
-    columns, rank, world, programs, few, many, BLOCK: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
-    """An item's row and head, and where its candidates lie; item number `item` of `per_row` own heads a row, or others'."""
-    row = item // per_row
+def item_of(item, own, owned, heads, first_head):
+    """Row and head of an item: number `item` of the rank's own heads, row by row, or of the others' heads."""
+    per_row = tl.where(own, owned, heads - owned)
     number = item % per_row
-    head = tl.where(own, first_head + number, number + tl.where(number >= first_head, owned, 0))
-    request, tokens, pages, before, total = row_place(
-        row, length_ptr, length_stride, before_ptr, requests, longest, free, query_len, rank, world, BLOCK, True, LISTED
-    )
-    column = (row % query_len) * heads + head
-    place, runs, width = row_runs(
-        column, request, tokens, pages, before, total, requests, longest, free, columns, programs, few, many, BLOCK, KEEP
-    )
-    return row, head, place, runs, width
+    return item // per_row, tl.where(own, first_head + number, number + tl.where(number >= first_head, owned, 0))
 
 
 @triton.jit(
@@ -315,12 +304,9 @@ def exchange_kernel(
                 item = tl.maximum(turn, 0)
                 row = item // owned
                 head = item % owned
-                request, tokens, pages, before, total = row_place(
-                    row, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, 0, 1, BLOCK, True, False
-                )
-                place, runs, width = row_runs(
-                    row % query_len * owned + head, request, tokens, pages, before, total, requests, longest, free,
-                    own_columns, programs, few, many, BLOCK, KEEP,
+                request, tokens, place, runs, width = row_runs(
+                    row, head, owned, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, own_columns,
+                    0, 1, programs, few, many, BLOCK, KEEP, True, False,
                 )  # fmt: skip
                 if PDL:  # noqa: SIM102 (one is for the compiler, one for the program)
                     if turn >= 0:
@@ -340,11 +326,11 @@ def exchange_kernel(
     own = program >= others
     item = tl.where(own, program - others, program)
     stop = tl.where(own, rows * owned, item + 1)
-    per_row = tl.where(own, owned, heads - owned)
     begin = item
-    row, head, run_place, runs, width = item_runs(
-        item, per_row, own, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, heads, first_head,
-        owned, columns, rank, world, programs, few, many, BLOCK, KEEP, LISTED,
+    row, head = item_of(item, own, owned, heads, first_head)
+    _, _, run_place, runs, width = row_runs(
+        row, head, heads, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, columns, rank, world,
+        programs, few, many, BLOCK, KEEP, True, LISTED,
     )  # fmt: skip
     own_box = box_of(boxes_ptr, rank)  # and the addresses of the others lie beside it
     if PDL and SOLE:
@@ -367,9 +353,10 @@ def exchange_kernel(
         else:
             item += waiters
             if item < stop:
-                row, head, run_place, runs, width = item_runs(
-                    item, per_row, own, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, heads,
-                    first_head, owned, columns, rank, world, programs, few, many, BLOCK, KEEP, LISTED,
+                row, head = item_of(item, own, owned, heads, first_head)
+                _, _, run_place, runs, width = row_runs(
+                    row, head, heads, seq_lens_ptr, length_stride, before_ptr, requests, longest, free, query_len, columns,
+                    rank, world, programs, few, many, BLOCK, KEEP, True, LISTED,
                 )  # fmt: skip
     if early != 0:
         count = awaited_count(steps_ptr, PDL)

@@ -61,7 +61,7 @@ MAGNITUDES = tl.constexpr(0x7FFF7FFF)  # of two bf16
 def cos_and_sin(angle):
     """Cosine and sine of float32 angles of less than 2^31 quarters of a turn.
 
-    About 30 instructions; those of tl have 300, most of them for angles that no rotation has.
+    About 30 instructions; those of tl have 400, most of them for angles that no rotation has.
     """
     wide = angle.to(tl.float64)
     whole = wide * QUARTERS + TO_WHOLE
@@ -166,7 +166,7 @@ def quarters(words):
 def copy_nvfp4(source, place, wanted, stored, DIM: tl.constexpr):
     """As `store_nvfp4`, of keys that begin at `source` `[ROWS]`, bf16 aligned to 16 bytes: each thread has whole groups.
 
-    14 instructions an element where that takes 32, and nothing goes through shared memory. Reads the keys that are `wanted`,
+    14 instructions an element where that takes 34, and nothing goes through shared memory. Reads the keys that are `wanted`,
     and writes those that are `stored`.
     """
     group = tl.arange(0, DIM // GROUP)
