@@ -92,6 +92,7 @@ def steps(spec: li.IndexerSpec) -> dict[str, Inputs]:
         "ties": make([64 * 8 - 5, 64 * 3, 30], values="ties"),
         "one-block": make([40]),
         "Q3": make([64 * 13 + 2, 1], query_len=3),
+        "Q2-short": make([64 * 3 + 1, 130], query_len=2),
         "rows-past-the-requests": make([700, 0, 65], query_len=2, rows=8),
         "all-empty": make([0, 0]),
         "no-requests": make([]),
@@ -118,7 +119,7 @@ def test_every_rank_gets_the_dense_answer_of_its_heads(heads, world, dispatch, s
     """Steps of all kinds one after the other, own heads and all heads, both orders; "auto" shares the longer ones."""
     rules = {"init_blocks": 1, "local_blocks": 2, "tie_break": "higher"} if world == 4 else {}
     spec = spec_of(heads, **rules)
-    few = ("ties", "one-block", "all-empty", "rows-past-the-requests") if world == 4 else ("ties", "one-block")
+    few = ("ties", "one-block", "all-empty", "rows-past-the-requests") if world == 4 else ("ties", "one-block", "Q2-short")
     kinds = {name: step for name, step in steps(spec).items() if world == 2 or name in few}
 
     def work(ranks: SharedRanks) -> dict:
